@@ -24,12 +24,15 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from octavo_kernels.cpu.compiled import compiled
-from octavo_kernels.cpu.memory import call_driver, fields, view
-from octavo_kernels.cpu.threads import pool_address
+from octavo_kernels.cpu.compiled import compiled, driver
+from octavo_kernels.cpu.memory import call_driver, fields, read, view
+from octavo_kernels.cpu.threads import pool_address, run
 
 Arguments = npt.NDArray[np.void]
 CALL = fields("driver arguments")
+FIRST_ARGUMENTS = fields("task items piece")
+"""What the arguments of ``task_driver`` begin with: the task's address, the number of items, how many are worth a
+thread."""
 
 
 @compiled
@@ -47,12 +50,22 @@ def _call_all(calls_at: int, num_calls: int, pool: int) -> int:
     return -1
 
 
-def call(driver: int, arguments: Arguments, error: str = "") -> None:
-    """Call a driver; raise ``IndexError(error)`` when it does not return 0."""
+def call(driver: int, kind: np.dtype[np.void], values: tuple[float, ...], error: str = "") -> None:
+    """Call a driver with a record of a kind of ``fields``; raise ``IndexError(error)`` when it does not return 0."""
+    arguments = np.empty(1, kind)
+    arguments[0] = values
     if (current := _CURRENT.recording) is not None:
         current.add(driver, arguments, error)
     if _call(driver, pool_address(), arguments.ctypes.data):
         raise IndexError(error)
+
+
+@driver
+def task_driver(pool: int, arguments: int) -> int:
+    """The driver of kernels that are one task: all of its items, divided among the threads."""
+    a = read(arguments, FIRST_ARGUMENTS)
+    run(pool, a.task, arguments, a.items, a.piece)
+    return 0
 
 
 class Arena:

@@ -14,8 +14,6 @@ All are on cache lines of their own.
 
 from __future__ import annotations
 
-import functools
-
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -24,7 +22,7 @@ from torch import Tensor
 from octavo.errors import RanksLost
 from octavo.ops.collective import exchanged_rows
 from octavo_kernels.cpu.calls import call
-from octavo_kernels.cpu.compiled import compiled_driver, inlined
+from octavo_kernels.cpu.compiled import driver, inlined
 from octavo_kernels.cpu.memory import atomic_load, atomic_store, fields, read, view
 from octavo_kernels.cpu.shared_words import MILLISECOND, load, publish, wait_while
 
@@ -77,86 +75,76 @@ def _meet(region: int, rank: int, size: int, phase: int, stride: int, kind: int,
     return 0
 
 
-@functools.cache
-def _sum_driver() -> int:
-    def drive(pool: int, arguments: int) -> int:
-        a = read(arguments, ARGUMENTS)
-        stride, most, begin = LINE + a.slot_bytes, a.slot_bytes // 4, 0
-        while begin < a.count:
-            n = min(most, a.count - begin)
-            phase = _phase(a.region, a.rank, a.size, stride)
-            x = view(a.x + 4 * begin, n, np.float32)
-            view(phase + a.rank * stride + LINE, n, np.float32)[:] = x
-            failed: int = _meet(a.region, a.rank, a.size, phase, stride, SUM, n, a.nap)
-            if failed:
-                return failed
-            x[:] = view(phase + LINE, n, np.float32)
-            for r in range(1, a.size):
-                x += view(phase + r * stride + LINE, n, np.float32)
-            if a.out:
-                view(a.out + 4 * begin, n, np.float32)[:] += x
-            begin += n
-        return 0
-
-    return compiled_driver(drive)
+@driver
+def _sum_driver(pool: int, arguments: int) -> int:
+    a = read(arguments, ARGUMENTS)
+    stride, most, begin = LINE + a.slot_bytes, a.slot_bytes // 4, 0
+    while begin < a.count:
+        n = min(most, a.count - begin)
+        phase = _phase(a.region, a.rank, a.size, stride)
+        x = view(a.x + 4 * begin, n, np.float32)
+        view(phase + a.rank * stride + LINE, n, np.float32)[:] = x
+        failed: int = _meet(a.region, a.rank, a.size, phase, stride, SUM, n, a.nap)
+        if failed:
+            return failed
+        x[:] = view(phase + LINE, n, np.float32)
+        for r in range(1, a.size):
+            x += view(phase + r * stride + LINE, n, np.float32)
+        if a.out:
+            view(a.out + 4 * begin, n, np.float32)[:] += x
+        begin += n
+    return 0
 
 
-@functools.cache
-def _gather_driver() -> int:
-    def drive(pool: int, arguments: int) -> int:
-        a = read(arguments, ARGUMENTS)
-        stride, begin = LINE + a.slot_bytes, 0
-        while begin < a.count:
-            n = min(a.slot_bytes, a.count - begin)
-            phase = _phase(a.region, a.rank, a.size, stride)
-            view(phase + a.rank * stride + LINE, n, np.uint8)[:] = view(a.x + begin, n, np.uint8)
-            failed: int = _meet(a.region, a.rank, a.size, phase, stride, GATHER, n, a.nap)
-            if failed:
-                return failed
-            for r in range(a.size):
-                part = view(phase + r * stride + LINE, n, np.uint8)
-                view(a.out + r * a.count + begin, n, np.uint8)[:] = part
-            begin += n
-        return 0
-
-    return compiled_driver(drive)
+@driver
+def _gather_driver(pool: int, arguments: int) -> int:
+    a = read(arguments, ARGUMENTS)
+    stride, begin = LINE + a.slot_bytes, 0
+    while begin < a.count:
+        n = min(a.slot_bytes, a.count - begin)
+        phase = _phase(a.region, a.rank, a.size, stride)
+        view(phase + a.rank * stride + LINE, n, np.uint8)[:] = view(a.x + begin, n, np.uint8)
+        failed: int = _meet(a.region, a.rank, a.size, phase, stride, GATHER, n, a.nap)
+        if failed:
+            return failed
+        for r in range(a.size):
+            part = view(phase + r * stride + LINE, n, np.uint8)
+            view(a.out + r * a.count + begin, n, np.uint8)[:] = part
+        begin += n
+    return 0
 
 
-@functools.cache
-def _rows_driver() -> int:
+@driver
+def _rows_driver(pool: int, arguments: int) -> int:
     """Each round is for so many places as have room in a slot: how many rows there are, their places, the rows."""
-
-    def drive(pool: int, arguments: int) -> int:
-        a = read(arguments, ROW_ARGUMENTS)
-        stride, width = LINE + a.slot_bytes, a.row_bytes
-        most, own = (a.slot_bytes - 8) // (8 + width), a.num_places // a.size
-        places, first_own = view(a.places, a.count, np.int64), a.rank * own
-        for begin in range(0, a.num_places, most):
-            end = min(begin + most, a.num_places)
-            phase = _phase(a.region, a.rank, a.size, stride)
-            slot = phase + a.rank * stride + LINE
+    a = read(arguments, ROW_ARGUMENTS)
+    stride, width = LINE + a.slot_bytes, a.row_bytes
+    most, own = (a.slot_bytes - 8) // (8 + width), a.num_places // a.size
+    places, first_own = view(a.places, a.count, np.int64), a.rank * own
+    for begin in range(0, a.num_places, most):
+        end = min(begin + most, a.num_places)
+        phase = _phase(a.region, a.rank, a.size, stride)
+        slot = phase + a.rank * stride + LINE
+        sent, rows = view(slot, 1 + most, np.int64), slot + 8 * (1 + most)
+        n = 0
+        for i in range(a.count):
+            if begin <= places[i] < end:
+                sent[1 + n] = places[i]
+                view(rows + n * width, width, np.uint8)[:] = view(a.x + i * width, width, np.uint8)
+                n += 1
+        sent[0] = n
+        failed: int = _meet(a.region, a.rank, a.size, phase, stride, ROWS, end, a.nap)
+        if failed:
+            return failed
+        for r in range(a.size):
+            slot = phase + r * stride + LINE
             sent, rows = view(slot, 1 + most, np.int64), slot + 8 * (1 + most)
-            n = 0
-            for i in range(a.count):
-                if begin <= places[i] < end:
-                    sent[1 + n] = places[i]
-                    view(rows + n * width, width, np.uint8)[:] = view(a.x + i * width, width, np.uint8)
-                    n += 1
-            sent[0] = n
-            failed: int = _meet(a.region, a.rank, a.size, phase, stride, ROWS, end, a.nap)
-            if failed:
-                return failed
-            for r in range(a.size):
-                slot = phase + r * stride + LINE
-                sent, rows = view(slot, 1 + most, np.int64), slot + 8 * (1 + most)
-                for i in range(sent[0]):
-                    place = sent[1 + i] - first_own
-                    if 0 <= place < own:
-                        row = view(rows + i * width, width, np.uint8)
-                        view(a.out + place * width, width, np.uint8)[:] = row
-        return 0
-
-    return compiled_driver(drive)
+            for i in range(sent[0]):
+                place = sent[1 + i] - first_own
+                if 0 <= place < own:
+                    row = view(rows + i * width, width, np.uint8)
+                    view(a.out + place * width, width, np.uint8)[:] = row
+    return 0
 
 
 class SharedCollective:
@@ -221,13 +209,8 @@ class SharedCollective:
         kinds: np.dtype[np.void] = ARGUMENTS,
         more: tuple[int, ...] = (),
     ) -> None:
-        arguments = np.empty(1, kinds)
-        arguments[0] = (
-            *(self._region.ctypes.data, self.rank, self.size, self._slot_bytes),
-            *(x.data_ptr(), out, count, MILLISECOND.ctypes.data),
-            *more,
-        )
+        own = self._region.ctypes.data, self.rank, self.size, self._slot_bytes
         try:
-            call(driver, arguments, LOST)
+            call(driver, kinds, (*own, x.data_ptr(), out, count, MILLISECOND.ctypes.data, *more), LOST)
         except IndexError as error:
             raise RanksLost(LOST) from error

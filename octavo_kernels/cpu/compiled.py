@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
+import inspect
 import logging
 import os
 import time
@@ -68,7 +69,7 @@ def is_missing(function: Callable[..., Any]) -> bool:
     """Whether the cache is usable but lacks compiled code of a function or of one within it."""
     folder = cache_folder()
     name = f"{function.__module__.rpartition('.')[2]}.{function.__qualname__}"
-    return folder is not None and not any(folder.rglob(f"{name}.*.nbi"))
+    return folder is not None and not any(folder.rglob(f"{name}[.-]*.nbi"))
 
 
 class ByModule:
@@ -185,6 +186,25 @@ def compiled_driver(function: Callable[[int, int], int]) -> int:
     return _compiled_now(types.int64(types.intp, types.intp), function)
 
 
+def task(function: Callable[[int, int, int], None]) -> Callable[[], int]:
+    """``compiled_task`` when it is first asked for: the decorated name gives the address."""
+    return _later(compiled_task, function)
+
+
+def driver(function: Callable[[int, int], int]) -> Callable[[], int]:
+    """``compiled_driver`` when it is first asked for: the decorated name gives the address."""
+    return _later(compiled_driver, function)
+
+
+def _later(compile_now: Callable[..., int], function: Callable[..., Any]) -> Callable[[], int]:
+    @functools.cache
+    @functools.wraps(function)
+    def address() -> int:
+        return compile_now(function)
+
+    return address
+
+
 def _compiled_now(signature: Any, function: Callable[..., Any]) -> int:
     with _numba_cache() as cache, _alone(function):
         code: Any = CFunc(function, normalize_signature(signature), locals={}, options={"error_model": "numpy"})
@@ -205,10 +225,10 @@ RARE: list[Callable[[], int]] = []
 
 
 def rarely_used(address: Callable[[], int]) -> Callable[[], int]:
-    """For a function that returns the address of compiled code: it is compiled or loaded without being asked for, as
-    all others would wait for the first request that needs it."""
-    RARE.append(made := functools.cache(address))
-    return made
+    """For a task or a driver: it is compiled or loaded without being asked for, as all others would wait for the first
+    request that needs it."""
+    RARE.append(address)
+    return address
 
 
 def load_rare() -> None:
@@ -241,9 +261,43 @@ def copied(function: Callable[..., Any]) -> Callable[..., Any]:
     return numba.njit(inline="always")(function)
 
 
-def emitted(definition: Callable[..., Any]) -> Callable[..., Any]:
+def intrinsic(definition: Callable[..., Any]) -> Callable[..., Any]:
     """For use within compiled functions: ``definition`` gets the arguments' types and returns the code generator.
 
     A literal, or a variable of an enclosing function, arrives as a literal type with its value.
     """
     return extending.intrinsic(prefer_literal=True)(definition)
+
+
+def emitted(result: Any = types.void, **kinds: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """For use within compiled functions: the decorated function writes the LLVM instructions of a call of it.
+
+    It takes a builder, then the call's arguments: numbers of Python where they are annotated as ``Constant``, for
+    others the ``ir.Value``, of 64 bits unless ``kinds`` has another type by the parameter's name. It returns the value
+    of type ``result``.
+    """
+
+    def decorated(function: Callable[..., Any]) -> Callable[..., Any]:
+        names = list(inspect.signature(function).parameters)[1:]
+        are_constants = [function.__annotations__[name] == "Constant" for name in names]
+
+        @functools.wraps(function)
+        def definition(_context: Any, *given: Any) -> Any:
+            pairs = list(zip(given, are_constants, strict=True))
+            if not all(isinstance(kind, types.IntegerLiteral) for kind, is_constant in pairs if is_constant):
+                return None
+            own = [kinds.get(name, types.intp) for name in names]
+            signature = [kind if is_constant else other for (kind, is_constant), other in zip(pairs, own, strict=True)]
+
+            def emit(c: Any, b: Any, _s: Any, args: Any) -> Any:
+                values = [
+                    kind.literal_value if is_constant else x for x, (kind, is_constant) in zip(args, pairs, strict=True)
+                ]
+                found = function(b, *values)
+                return c.get_dummy_value() if result == types.void else found
+
+            return result(*signature), emit
+
+        return intrinsic(definition)
+
+    return decorated

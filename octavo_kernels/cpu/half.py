@@ -6,9 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 from llvmlite import ir
-from numba import types
 
-from octavo_kernels.cpu.compiled import emitted
+from octavo_kernels.cpu.compiled import Constant, emitted
 from octavo_kernels.cpu.vector_ir import (
     BFLOAT16,
     E4M3,
@@ -119,31 +118,13 @@ def emit_row(
             store(b, change(b, max(source_format, out_format), x), offset(b, out_at, (at, FORMAT_BYTES[out_format])))
 
 
-@emitted
-def narrow(context: Any, number_format: Any, source: Any, out: Any, count: Any) -> Any:
+@emitted()
+def narrow(b: ir.IRBuilder, number_format: Constant, source: ir.Value, out: ir.Value, count: ir.Value) -> None:
     """``count`` float32 numbers at an address, rounded to a format (a constant), to another."""
-    if not isinstance(number_format, types.IntegerLiteral):
-        return None
-    kind = number_format.literal_value
-
-    def emit(c: Any, b: ir.IRBuilder, _s: Any, args: Any) -> ir.Value:
-        _, source, out, count = args
-        emit_row(b, (FLOAT32, source), (kind, out), count, _narrow)
-        return c.get_dummy_value()
-
-    return types.void(number_format, *([types.intp] * 3)), emit
+    emit_row(b, (FLOAT32, source), (number_format, out), count, _narrow)
 
 
-@emitted
-def widen(context: Any, number_format: Any, source: Any, out: Any, count: Any) -> Any:
+@emitted()
+def widen(b: ir.IRBuilder, number_format: Constant, source: ir.Value, out: ir.Value, count: ir.Value) -> None:
     """``count`` numbers of a format (a constant) at an address, as float32 to another."""
-    if not isinstance(number_format, types.IntegerLiteral):
-        return None
-    kind = number_format.literal_value
-
-    def emit(c: Any, b: ir.IRBuilder, _s: Any, args: Any) -> ir.Value:
-        _, source, out, count = args
-        emit_row(b, (kind, source), (FLOAT32, out), count, emit_widened)
-        return c.get_dummy_value()
-
-    return types.void(number_format, *([types.intp] * 3)), emit
+    emit_row(b, (number_format, source), (FLOAT32, out), count, emit_widened)

@@ -15,7 +15,7 @@ from numba import types
 from numba.core.typing import npydecl
 from numba.np import arrayobj
 
-from octavo_kernels.cpu.compiled import emitted, inlined
+from octavo_kernels.cpu.compiled import emitted, inlined, intrinsic
 from octavo_kernels.cpu.host import IS_ARM
 from octavo_kernels.cpu.vector_ir import I32, I64, call, i64
 
@@ -30,7 +30,7 @@ ULOCK_WAIT, ULOCK_WAIT_SHARED, ULOCK_WAKE_ALL = 1, 3, 0x100
 """Operations and a flag of macOS (bsd/sys/ulock.h of its kernel)."""
 
 
-@emitted
+@intrinsic
 def view(context: Any, address: Any, size: Any, dtype: Any) -> Any:
     """The ``size`` numbers of ``dtype`` at ``address`` as a one-dimensional array."""
     kind = types.Array(parse_dtype(dtype), 1, "C")
@@ -50,7 +50,7 @@ def fields(*names: str) -> np.dtype[np.void]:
     return np.dtype([(name, np.float64 if kind == "float" else np.int64) for name, _, kind in words])
 
 
-@emitted
+@intrinsic
 def read(context: Any, address: Any, record: Any) -> Any:
     """The record at an address."""
     kind = parse_dtype(record)
@@ -61,7 +61,7 @@ def read(context: Any, address: Any, record: Any) -> Any:
     return kind(types.intp, record), emit
 
 
-@emitted
+@intrinsic
 def keep(context: Any, array: Any) -> Any:
     """Keep an array alive up to here: numba frees it after its last use, and using its address does not count."""
 
@@ -79,77 +79,59 @@ def whole_lines(num_rows: Any, width: Any) -> Any:
     return room[first : first + num_rows * width].reshape((num_rows, width))
 
 
-@emitted
-def float_bits(context: Any, x: Any) -> Any:
+@emitted(result=types.float32, x=types.int32)
+def float_bits(b: ir.IRBuilder, x: ir.Value) -> ir.Value:
     """The float32 whose bits are an int32."""
-
-    def emit(_c: Any, b: ir.IRBuilder, _s: Any, args: Any) -> ir.Value:
-        return b.bitcast(args[0], ir.FloatType())
-
-    return types.float32(types.int32), emit
+    return b.bitcast(x, ir.FloatType())
 
 
-@emitted
-def int_bits(context: Any, x: Any) -> Any:
+@emitted(result=types.int32, x=types.float32)
+def int_bits(b: ir.IRBuilder, x: ir.Value) -> ir.Value:
     """The int32 with the bits of a float32."""
-
-    def emit(_c: Any, b: ir.IRBuilder, _s: Any, args: Any) -> ir.Value:
-        return b.bitcast(args[0], I32)
-
-    return types.int32(types.float32), emit
+    return b.bitcast(x, I32)
 
 
-@emitted
-def atomic_add(context: Any, address: Any, amount: Any) -> Any:
+@emitted(result=types.int64)
+def atomic_add(b: ir.IRBuilder, address: ir.Value, amount: ir.Value) -> ir.Value:
     """Add to the int64 at an address; returns the previous value."""
-
-    def emit(_c: Any, b: ir.IRBuilder, _s: Any, args: Any) -> ir.Value:
-        return b.atomic_rmw("add", b.inttoptr(args[0], I64.as_pointer()), args[1], "seq_cst")
-
-    return types.int64(types.intp, types.int64), emit
+    return b.atomic_rmw("add", _word(b, address), amount, "seq_cst")
 
 
-@emitted
-def atomic_load(context: Any, address: Any) -> Any:
+@emitted(result=types.int64)
+def atomic_load(b: ir.IRBuilder, address: ir.Value) -> ir.Value:
     """Read the int64 at an address."""
-
-    def emit(_c: Any, b: ir.IRBuilder, _s: Any, args: Any) -> ir.Value:
-        return b.load_atomic(b.inttoptr(args[0], I64.as_pointer()), "seq_cst", 8)
-
-    return types.int64(types.intp), emit
+    return b.load_atomic(_word(b, address), "seq_cst", 8)
 
 
-def _store(ordering: str) -> Any:
-    def emit(c: Any, b: ir.IRBuilder, _s: Any, args: Any) -> ir.Value:
-        b.store_atomic(args[1], b.inttoptr(args[0], I64.as_pointer()), ordering, 8)
-        return c.get_dummy_value()
-
-    return types.void(types.intp, types.int64), emit
-
-
-@emitted
-def atomic_store(context: Any, address: Any, value: Any) -> Any:
+@emitted()
+def atomic_store(b: ir.IRBuilder, address: ir.Value, value: ir.Value) -> None:
     """Write the int64 at an address."""
-    return _store("seq_cst")
+    b.store_atomic(value, _word(b, address), "seq_cst", 8)
 
 
-@emitted
-def publish(context: Any, address: Any, value: Any) -> Any:
+@emitted()
+def publish(b: ir.IRBuilder, address: ir.Value, value: ir.Value) -> None:
     """Write the int64 at an address after all writes before it, without waiting until others can see it."""
-    return _store("release")
+    b.store_atomic(value, _word(b, address), "release", 8)
 
 
-@emitted
-def cycles(context: Any) -> Any:
+@emitted(result=types.boolean)
+def atomic_swap_if(b: ir.IRBuilder, address: ir.Value, expected: ir.Value, value: ir.Value) -> ir.Value:
+    """Write the int64 at an address if it still is ``expected``; returns whether it was."""
+    return b.extract_value(b.cmpxchg(_word(b, address), expected, value, "seq_cst", "seq_cst"), 1)
+
+
+def _word(b: ir.IRBuilder, address: ir.Value) -> ir.Value:
+    return b.inttoptr(address, I64.as_pointer())
+
+
+@emitted(result=types.int64)
+def cycles(b: ir.IRBuilder) -> ir.Value:
     """The processor's clock: it counts at a constant rate, of 2 to 4 GHz."""
-
-    def emit(_c: Any, b: ir.IRBuilder, _s: Any, args: Any) -> ir.Value:
-        if not IS_ARM:  # LLVM's intrinsic reads a counter there that programs may not read
-            return call(b, "llvm.readcyclecounter", I64, [])
-        ticks = _register(b, "llvm.read_volatile_register.i64", "cntvct_el0")
-        return b.mul(ticks, b.udiv(i64(CYCLES_A_SECOND), _register(b, "llvm.read_register.i64", "cntfrq_el0")))
-
-    return types.int64(), emit
+    if not IS_ARM:  # LLVM's intrinsic reads a counter there that programs may not read
+        return call(b, "llvm.readcyclecounter", I64, [])
+    ticks = _register(b, "llvm.read_volatile_register.i64", "cntvct_el0")
+    return b.mul(ticks, b.udiv(i64(CYCLES_A_SECOND), _register(b, "llvm.read_register.i64", "cntfrq_el0")))
 
 
 def _register(b: ir.IRBuilder, intrinsic: str, name: str) -> ir.Value:
@@ -157,58 +139,32 @@ def _register(b: ir.IRBuilder, intrinsic: str, name: str) -> ir.Value:
     return call(b, intrinsic, I64, [b.module.add_metadata([ir.MetaDataString(b.module, name)])])
 
 
-@emitted
-def atomic_swap_if(context: Any, address: Any, expected: Any, value: Any) -> Any:
-    """Write the int64 at an address if it still is ``expected``; returns whether it was."""
-
-    def emit(_c: Any, b: ir.IRBuilder, _s: Any, args: Any) -> ir.Value:
-        pointer = b.inttoptr(args[0], I64.as_pointer())
-        return b.extract_value(b.cmpxchg(pointer, args[1], args[2], "seq_cst", "seq_cst"), 1)
-
-    return types.boolean(types.intp, types.int64, types.int64), emit
-
-
-@emitted
-def pause(context: Any) -> Any:
+@emitted()
+def pause(b: ir.IRBuilder) -> None:
     """Hint to the CPU that this thread is spinning."""
-
-    def emit(c: Any, b: ir.IRBuilder, _s: Any, args: Any) -> ir.Value:
-        if IS_ARM:
-            call(b, "llvm.aarch64.isb", ir.VoidType(), [ir.Constant(I32, 15)])  # where ``yield`` takes no time
-        else:
-            call(b, "llvm.x86.sse2.pause", ir.VoidType(), [])
-        return c.get_dummy_value()
-
-    return types.void(), emit
+    if IS_ARM:
+        call(b, "llvm.aarch64.isb", ir.VoidType(), [ir.Constant(I32, 15)])  # where ``yield`` takes no time
+    else:
+        call(b, "llvm.x86.sse2.pause", ir.VoidType(), [])
 
 
-@emitted
-def yield_processor(context: Any) -> Any:
+@emitted()
+def yield_processor(b: ir.IRBuilder) -> None:
     """Let another thread run (``sched_yield``)."""
-
-    def emit(c: Any, b: ir.IRBuilder, _s: Any, args: Any) -> ir.Value:
-        call(b, "sched_yield", I32, [])
-        return c.get_dummy_value()
-
-    return types.void(), emit
+    call(b, "sched_yield", I32, [])
 
 
-@emitted
-def futex(context: Any, address: Any, operation: Any, value: Any, timeout: Any) -> Any:
+@emitted()
+def futex(b: ir.IRBuilder, address: ir.Value, operation: ir.Value, value: ir.Value, timeout: ir.Value) -> None:
     """Linux's futex: sleep while the int32 at an address is ``value``, or wake ``value`` sleepers.
 
     ``timeout`` is the address of a ``timespec``, 0 for none. macOS has the same under other names (as libc++ uses it);
     it takes any timeout as one of a millisecond, and wakes one sleeper or all.
     """
-
-    def emit(c: Any, b: ir.IRBuilder, _s: Any, args: Any) -> ir.Value:
-        if sys.platform == "darwin":
-            _emit_ulock(b, *args)
-        else:
-            call(b, "syscall", I64, [i64(FUTEX_SYSCALL), *args, i64(0), i64(0)])
-        return c.get_dummy_value()
-
-    return types.void(types.intp, types.int64, types.int64, types.intp), emit
+    if sys.platform == "darwin":
+        _emit_ulock(b, address, operation, value, timeout)
+    else:
+        call(b, "syscall", I64, [i64(FUTEX_SYSCALL), address, operation, value, timeout, i64(0), i64(0)])
 
 
 def _emit_ulock(b: ir.IRBuilder, address: ir.Value, operation: ir.Value, value: ir.Value, timeout: ir.Value) -> None:
@@ -225,24 +181,13 @@ def _emit_ulock(b: ir.IRBuilder, address: ir.Value, operation: ir.Value, value: 
             call(b, "__ulock_wait", I32, [kind, address, value, microseconds])
 
 
-@emitted
-def call_task(context: Any, task: Any, arguments: Any, begin: Any, end: Any) -> Any:
-    """Call the compiled task at an address; see ``compiled.compiled_task``."""
-
-    def emit(c: Any, b: ir.IRBuilder, _s: Any, args: Any) -> ir.Value:
-        kind = ir.FunctionType(ir.VoidType(), [I64, I64, I64])
-        b.call(b.inttoptr(args[0], kind.as_pointer()), list(args[1:]))
-        return c.get_dummy_value()
-
-    return types.void(types.intp, types.intp, types.int64, types.int64), emit
+@emitted()
+def call_task(b: ir.IRBuilder, task: ir.Value, arguments: ir.Value, begin: ir.Value, end: ir.Value) -> None:
+    """Call the compiled task at an address; see ``compiled.task``."""
+    b.call(b.inttoptr(task, ir.FunctionType(ir.VoidType(), [I64, I64, I64]).as_pointer()), [arguments, begin, end])
 
 
-@emitted
-def call_driver(context: Any, driver: Any, pool: Any, arguments: Any) -> Any:
-    """Call the compiled driver at an address; see ``compiled.compiled_driver``."""
-
-    def emit(_c: Any, b: ir.IRBuilder, _s: Any, args: Any) -> ir.Value:
-        kind = ir.FunctionType(I64, [I64, I64])
-        return b.call(b.inttoptr(args[0], kind.as_pointer()), list(args[1:]))
-
-    return types.int64(types.intp, types.intp, types.intp), emit
+@emitted(result=types.int64)
+def call_driver(b: ir.IRBuilder, driver: ir.Value, pool: ir.Value, arguments: ir.Value) -> ir.Value:
+    """Call the compiled driver at an address; see ``compiled.driver``."""
+    return b.call(b.inttoptr(driver, ir.FunctionType(I64, [I64, I64]).as_pointer()), [pool, arguments])

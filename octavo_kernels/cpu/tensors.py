@@ -44,6 +44,11 @@ def address(x: Tensor | None) -> int:
     return 0 if x is None else x.data_ptr()
 
 
+def rows_at(x: Tensor) -> tuple[int, int]:
+    """Address of a float32 tensor's rows, and the bytes between them."""
+    return x.data_ptr(), 4 * x.stride(0)
+
+
 def check_linear(op: str, x_TK: Tensor, weight_shape: Sequence[int], fused: Fused) -> None:
     """Raise ``ValueError`` when the shapes of a linear map's arguments do not match."""
     (T, K), (N, K_weight) = x_TK.shape, weight_shape

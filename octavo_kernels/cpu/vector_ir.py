@@ -244,14 +244,8 @@ def softplus(b: ir.IRBuilder, x: ir.Value) -> ir.Value:
     y = b.select(is_small, e, halved)
     series = constant(F32x16, 7.0376836292e-2)
     for factor in (
-        -1.1514610310e-1,
-        1.1676998740e-1,
-        -1.2420140846e-1,
-        1.4249322787e-1,
-        -1.6668057665e-1,
-        2.0000714765e-1,
-        -2.4999993993e-1,
-        3.3333331174e-1,
+        *(-1.1514610310e-1, 1.1676998740e-1, -1.2420140846e-1, 1.4249322787e-1),
+        *(-1.6668057665e-1, 2.0000714765e-1, -2.4999993993e-1, 3.3333331174e-1),
     ):
         series = fma(b, series, y, constant(F32x16, factor))
     square = b.fmul(y, y)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import numpy as np
@@ -28,12 +27,11 @@ from octavo_kernels.cpu.attention.attention_passes import PART, first_seen, num_
 from octavo_kernels.cpu.attention.attention_rows import STEP, prepare_task
 from octavo_kernels.cpu.attention.attention_tiles import STATE, TILE, TILE_ROWS, attend_task
 from octavo_kernels.cpu.attention.cached_rows import FORMATS, INT4
-from octavo_kernels.cpu.calls import call
-from octavo_kernels.cpu.compiled import compiled_driver, compiled_task, inlined, rarely_used
+from octavo_kernels.cpu.calls import call, task_driver
+from octavo_kernels.cpu.compiled import driver, inlined, rarely_used, task
 from octavo_kernels.cpu.host import FLOAT_FEATURES, missing
 from octavo_kernels.cpu.memory import fields, keep, read, view
 from octavo_kernels.cpu.rows.columns import declines
-from octavo_kernels.cpu.task_driver import task_driver
 from octavo_kernels.cpu.tensors import address, declines_floats, whole_vectors
 from octavo_kernels.cpu.threads import run
 from octavo_kernels.cpu.vector_ir import E4M3, E4M3_FACTOR, LANES
@@ -93,71 +91,65 @@ def _cut(a: Any, starts: Any, lengths: Any, tiles: Any, plan: Any) -> None:
     plan.num_tiles, plan.num_slots, plan.work = n, slots, work
 
 
-@functools.cache
-def _attention_driver() -> int:
-    def drive(pool: int, arguments: int) -> int:
-        a = read(arguments, STEP)
-        starts, lengths = view(a.starts, a.S + 1, np.int32), view(a.lengths, a.S, np.int32)
-        if not _fits(a, starts, lengths, view(a.slots, a.T, np.int64)):
-            return 1
-        q, plans = np.empty(a.T * a.N * a.width, np.float32), np.empty(1, PLAN)
-        a.q = q.ctypes.data
-        run(pool, a.prepare, arguments, a.T, max(1, NUMBERS_A_PIECE // ((a.N + 2 * a.stored) * a.H)))
-        plan = plans[0]
-        _cut(a, starts, lengths, np.empty(0, TILE), plan)
-        tiles = np.empty(plan.num_tiles, TILE)
-        parts = np.empty(plan.num_slots * a.N * (STATE + a.width), np.float32)
-        counts = np.zeros(plan.num_slots * a.K, np.int64)
-        _cut(a, starts, lengths, tiles, plan)
-        a.counts = counts.ctypes.data
-        a.tiles, a.num_tiles, a.parts = tiles.ctypes.data, plan.num_tiles, parts.ctypes.data
-        items = plan.num_tiles * a.K
-        run(pool, a.attend, arguments, items, max(1, items * MULTIPLICATIONS_A_PIECE // max(1, plan.work)))
-        keep((q, tiles, parts, counts, plans))
-        return 0
-
-    return compiled_driver(drive)
+@driver
+def _attention_driver(pool: int, arguments: int) -> int:
+    a = read(arguments, STEP)
+    starts, lengths = view(a.starts, a.S + 1, np.int32), view(a.lengths, a.S, np.int32)
+    if not _fits(a, starts, lengths, view(a.slots, a.T, np.int64)):
+        return 1
+    q, plans = np.empty(a.T * a.N * a.width, np.float32), np.empty(1, PLAN)
+    a.q = q.ctypes.data
+    run(pool, a.prepare, arguments, a.T, max(1, NUMBERS_A_PIECE // ((a.N + 2 * a.stored) * a.H)))
+    plan = plans[0]
+    _cut(a, starts, lengths, np.empty(0, TILE), plan)
+    tiles = np.empty(plan.num_tiles, TILE)
+    parts = np.empty(plan.num_slots * a.N * (STATE + a.width), np.float32)
+    counts = np.zeros(plan.num_slots * a.K, np.int64)
+    _cut(a, starts, lengths, tiles, plan)
+    a.counts = counts.ctypes.data
+    a.tiles, a.num_tiles, a.parts = tiles.ctypes.data, plan.num_tiles, parts.ctypes.data
+    items = plan.num_tiles * a.K
+    run(pool, a.attend, arguments, items, max(1, items * MULTIPLICATIONS_A_PIECE // max(1, plan.work)))
+    keep((q, tiles, parts, counts, plans))
+    return 0
 
 
 MERGE = fields("parts out sinks P T N H")
 
 
 @rarely_used
-def _merge_driver() -> int:
-    def drive(pool: int, arguments: int) -> int:
-        a = read(arguments, MERGE)
-        sinks, weights = view(a.sinks, a.N, np.float32), np.empty(a.P, np.float32)
-        for i in range(a.T * a.N):
-            largest, total = np.float32(-np.inf), np.float32(0)
-            if a.sinks:
-                largest = sinks[i % a.N]
-            for p in range(a.P):
-                weights[p] = view(a.parts + 4 * ((p * a.T * a.N + i + 1) * (a.H + 1) - 1), 1, np.float32)[0]
-                largest = max(largest, weights[p])
-            if a.sinks:
-                total = np.exp(sinks[i % a.N] - largest)
-            for p in range(a.P):
-                weights[p] = np.exp(weights[p] - largest)
-                total += weights[p]
-            out = view(a.out + 4 * i * a.H, a.H, np.float32)
-            out[:] = 0
-            for p in range(a.P):
-                part, weight = view(a.parts + 4 * (p * a.T * a.N + i) * (a.H + 1), a.H, np.float32), weights[p] / total
-                for j in range(a.H):
-                    out[j] += weight * part[j]
-        keep(weights)
-        return 0
-
-    return compiled_driver(drive)
+@driver
+def _merge_driver(pool: int, arguments: int) -> int:
+    a = read(arguments, MERGE)
+    sinks, weights = view(a.sinks, a.N, np.float32), np.empty(a.P, np.float32)
+    for i in range(a.T * a.N):
+        largest, total = np.float32(-np.inf), np.float32(0)
+        if a.sinks:
+            largest = sinks[i % a.N]
+        for p in range(a.P):
+            weights[p] = view(a.parts + 4 * ((p * a.T * a.N + i + 1) * (a.H + 1) - 1), 1, np.float32)[0]
+            largest = max(largest, weights[p])
+        if a.sinks:
+            total = np.exp(sinks[i % a.N] - largest)
+        for p in range(a.P):
+            weights[p] = np.exp(weights[p] - largest)
+            total += weights[p]
+        out = view(a.out + 4 * i * a.H, a.H, np.float32)
+        out[:] = 0
+        for p in range(a.P):
+            part, weight = view(a.parts + 4 * (p * a.T * a.N + i) * (a.H + 1), a.H, np.float32), weights[p] / total
+            for j in range(a.H):
+                out[j] += weight * part[j]
+    keep(weights)
+    return 0
 
 
 @merge_parts.kernel(device="cpu", name="numba", preference=10, supports=declines)
 def merge_parts_numba(parts_PTNX: Tensor, sinks_N: Tensor | None, dtype: torch.dtype) -> Tensor:
     """See ``ops.merge_parts``."""
     (P, T, N, X), parts_PTNX = parts_PTNX.shape, parts_PTNX.contiguous()
-    out_TNH, arguments = torch.empty(T, N, X - 1), np.empty(1, MERGE)
-    arguments[0] = (parts_PTNX.data_ptr(), out_TNH.data_ptr(), address(sinks_N), P, T, N, X - 1)
-    call(_merge_driver(), arguments)
+    out_TNH = torch.empty(T, N, X - 1)
+    call(_merge_driver(), MERGE, (parts_PTNX.data_ptr(), out_TNH.data_ptr(), address(sinks_N), P, T, N, X - 1))
     return out_TNH.to(dtype)
 
 
@@ -243,8 +235,7 @@ def _attended(
     slots = slots.contiguous()
     out_TNX = torch.empty(T, N, H if part is None else H + 1)
     number_format, num_blocks, block_size = FORMATS[cache.keys.dtype], cache.keys.shape[0], cache.keys.shape[2]
-    arguments = np.empty(1, STEP)
-    arguments[0] = (
+    values = (
         *(prepare_task(number_format), attend_task(number_format)),
         *(qkv.data_ptr(), T, N, K, 0 if heads.shares_cache else K, H, -(-H // LANES) * LANES, heads.scale),
         *(address(norms[0]), address(norms[1]), heads.norm_eps, address(cos_TR), address(sin_TR), R),
@@ -253,7 +244,8 @@ def _attended(
         *(heads.window, heads.softcap, address(heads.sinks_N), address(heads.slopes_N), *_scales(cache, H)),
         *(*(part or (0, 1)), out_TNX.data_ptr(), out_TNX.shape[2], *[0] * 5),
     )
-    call(_attention_driver(), arguments, "attention: lengths, slots or block numbers do not fit the caches and tables")
+    error = "attention: lengths, slots or block numbers do not fit the caches and tables"
+    call(_attention_driver(), STEP, values, error)
     return out_TNX
 
 
@@ -265,27 +257,23 @@ ANGLES_A_PIECE = 64
 ARGUMENTS = fields("task T piece positions frequencies cos sin R sets factors num_sets factor:float")
 
 
-@functools.cache
-def _task() -> int:
+@task
+def _task(arguments: int, begin: int, end: int) -> None:
     """Task over rows."""
-
-    def turn(arguments: int, begin: int, end: int) -> None:
-        a = read(arguments, ARGUMENTS)
-        positions = view(a.positions, a.T, np.int64)
-        frequencies = view(a.frequencies, a.R * max(1, a.num_sets), np.float32)
-        cos, sin = view(a.cos, a.T * a.R, np.float32), view(a.sin, a.T * a.R, np.float32)
-        sets, factors = view(a.sets, a.T, np.int64), view(a.factors, a.num_sets, np.float32)
-        for t in range(begin, end):
-            position, first, factor = np.float32(positions[t]), 0, np.float32(a.factor)
-            if a.sets:
-                chosen = min(max(sets[t], 0), a.num_sets - 1)
-                first, factor = chosen * a.R, factors[chosen]
-            for i in range(a.R):
-                angle = np.float64(position * frequencies[first + i])
-                cos[t * a.R + i] = np.float32(np.cos(angle)) * factor
-                sin[t * a.R + i] = np.float32(np.sin(angle)) * factor
-
-    return compiled_task(turn)
+    a = read(arguments, ARGUMENTS)
+    positions = view(a.positions, a.T, np.int64)
+    frequencies = view(a.frequencies, a.R * max(1, a.num_sets), np.float32)
+    cos, sin = view(a.cos, a.T * a.R, np.float32), view(a.sin, a.T * a.R, np.float32)
+    sets, factors = view(a.sets, a.T, np.int64), view(a.factors, a.num_sets, np.float32)
+    for t in range(begin, end):
+        position, first, factor = np.float32(positions[t]), 0, np.float32(a.factor)
+        if a.sets:
+            chosen = min(max(sets[t], 0), a.num_sets - 1)
+            first, factor = chosen * a.R, factors[chosen]
+        for i in range(a.R):
+            angle = np.float64(position * frequencies[first + i])
+            cos[t * a.R + i] = np.float32(np.cos(angle)) * factor
+            sin[t * a.R + i] = np.float32(np.sin(angle)) * factor
 
 
 def _supports(dtype: torch.dtype) -> str | None:
@@ -301,11 +289,10 @@ def rotary_angles_numba(
     num_sets = 0 if chosen is None else len(chosen.factors)
     T, R = len(positions), len(frequencies) // max(1, num_sets)
     cos_TR, sin_TR = torch.empty(T, R), torch.empty(T, R)
-    arguments = np.empty(1, ARGUMENTS)
     addresses = positions.data_ptr(), frequencies.data_ptr(), cos_TR.data_ptr(), sin_TR.data_ptr()
     sets = (0, 0) if chosen is None else (chosen.sets_T.data_ptr(), chosen.factors.data_ptr())
-    arguments[0] = (_task(), T, max(1, ANGLES_A_PIECE // max(1, R)), *addresses, R, *sets, num_sets, factor)
-    call(task_driver(), arguments)
+    values = (_task(), T, max(1, ANGLES_A_PIECE // max(1, R)), *addresses, R, *sets, num_sets, factor)
+    call(task_driver(), ARGUMENTS, values)
     return cos_TR, sin_TR
 
 
@@ -313,22 +300,19 @@ AXIS_ARGUMENTS = fields("task T piece positions shifts axes frequencies cos sin 
 
 
 @rarely_used
-def _axis_task() -> int:
+@task
+def _axis_task(arguments: int, begin: int, end: int) -> None:
     """Task over rows, whose position depends on the pair."""
-
-    def turn(arguments: int, begin: int, end: int) -> None:
-        a = read(arguments, AXIS_ARGUMENTS)
-        positions, frequencies = view(a.positions, a.T, np.int64), view(a.frequencies, a.R, np.float32)
-        shifts, axes = view(a.shifts, a.A * a.T, np.int64), view(a.axes, a.R, np.int64)
-        cos, sin = view(a.cos, a.T * a.R, np.float32), view(a.sin, a.T * a.R, np.float32)
-        for t in range(begin, end):
-            for i in range(a.R):
-                position = np.float32(positions[t] + shifts[axes[i] * a.T + t])
-                angle = np.float64(position * frequencies[i])
-                cos[t * a.R + i] = np.float32(np.cos(angle)) * np.float32(a.factor)
-                sin[t * a.R + i] = np.float32(np.sin(angle)) * np.float32(a.factor)
-
-    return compiled_task(turn)
+    a = read(arguments, AXIS_ARGUMENTS)
+    positions, frequencies = view(a.positions, a.T, np.int64), view(a.frequencies, a.R, np.float32)
+    shifts, axes = view(a.shifts, a.A * a.T, np.int64), view(a.axes, a.R, np.int64)
+    cos, sin = view(a.cos, a.T * a.R, np.float32), view(a.sin, a.T * a.R, np.float32)
+    for t in range(begin, end):
+        for i in range(a.R):
+            position = np.float32(positions[t] + shifts[axes[i] * a.T + t])
+            angle = np.float64(position * frequencies[i])
+            cos[t * a.R + i] = np.float32(np.cos(angle)) * np.float32(a.factor)
+            sin[t * a.R + i] = np.float32(np.sin(angle)) * np.float32(a.factor)
 
 
 @axis_angles.kernel(device="cpu", name="numba", preference=10, supports=_supports)
@@ -340,12 +324,10 @@ def axis_angles_numba(
     frequencies = frequencies_R.float().contiguous()
     T, R = len(positions), len(frequencies)
     cos_TR, sin_TR = torch.empty(T, R), torch.empty(T, R)
-    arguments = np.empty(1, AXIS_ARGUMENTS)
     inputs = positions.data_ptr(), shifts.data_ptr(), axes.data_ptr(), frequencies.data_ptr()
     outputs = cos_TR.data_ptr(), sin_TR.data_ptr()
     piece = max(1, ANGLES_A_PIECE // max(1, R))
-    arguments[0] = (_axis_task(), T, piece, *inputs, *outputs, R, len(shifts), factor)
-    call(task_driver(), arguments)
+    call(task_driver(), AXIS_ARGUMENTS, (_axis_task(), T, piece, *inputs, *outputs, R, len(shifts), factor))
     return cos_TR, sin_TR
 
 
@@ -353,19 +335,17 @@ def axis_angles_numba(
 
 
 @rarely_used
-def _store_keys_driver() -> int:
-    def drive(pool: int, arguments: int) -> int:
-        a = read(arguments, STEP)
-        for slot in view(a.slots, a.T, np.int64):
-            if slot >= a.num_blocks * a.block_size:
-                return 1
-        q = np.empty(a.T * a.N * a.width, np.float32)
-        a.q = q.ctypes.data
-        run(pool, a.prepare, arguments, a.T, max(1, NUMBERS_A_PIECE // ((a.N + 2 * a.K) * a.H)))
-        keep(q)
-        return 0
-
-    return compiled_driver(drive)
+@driver
+def _store_keys_driver(pool: int, arguments: int) -> int:
+    a = read(arguments, STEP)
+    for slot in view(a.slots, a.T, np.int64):
+        if slot >= a.num_blocks * a.block_size:
+            return 1
+    q = np.empty(a.T * a.N * a.width, np.float32)
+    a.q = q.ctypes.data
+    run(pool, a.prepare, arguments, a.T, max(1, NUMBERS_A_PIECE // ((a.N + 2 * a.K) * a.H)))
+    keep(q)
+    return 0
 
 
 @store_keys.kernel(device="cpu", name="numba", preference=10, supports=declines_floats)
@@ -382,16 +362,14 @@ def store_keys_numba(
     qkv, slots = qkv_TW.float().contiguous(), slot_mapping_T.contiguous()
     cos_TR, sin_TR = cos_TR.contiguous(), sin_TR.contiguous()
     norm = None if heads.k_norm_H is None else whole_vectors(heads.k_norm_H.float())
-    values = {"prepare": prepare_task(FORMATS[dtype]), "qkv": qkv.data_ptr(), "T": T, "N": N, "K": K, "stored": K}
-    values |= {"H": H, "width": -(-H // LANES) * LANES, "k_norm": address(norm), "cos": cos_TR.data_ptr()}
-    values |= {"sin": sin_TR.data_ptr(), "R": cos_TR.shape[1], "slots": slots.data_ptr(), "num_blocks": num_blocks}
-    values |= {"k_cache": cache.keys.data_ptr(), "v_cache": cache.values.data_ptr(), "block_size": block_size}
-    arguments = np.zeros(1, STEP)
-    for name, value in values.items():
-        arguments[name] = value
-    arguments["eps"] = heads.norm_eps
-    arguments["k_scales"], arguments["v_scales"], arguments["factor"] = _scales(cache, H)
-    call(_store_keys_driver(), arguments, "store_keys: slots do not fit the caches")
+    values: dict[str, float] = {"prepare": prepare_task(FORMATS[dtype]), "qkv": qkv.data_ptr(), "eps": heads.norm_eps}
+    values |= {"T": T, "N": N, "K": K, "stored": K, "H": H, "width": -(-H // LANES) * LANES, "k_norm": address(norm)}
+    values |= {"cos": cos_TR.data_ptr(), "sin": sin_TR.data_ptr(), "R": cos_TR.shape[1], "slots": slots.data_ptr()}
+    values |= {"k_cache": cache.keys.data_ptr(), "v_cache": cache.values.data_ptr()}
+    values |= {"num_blocks": num_blocks, "block_size": block_size}
+    values |= zip(("k_scales", "v_scales", "factor"), _scales(cache, H), strict=True)
+    found = tuple(values.get(name, 0) for name in STEP.names or ())
+    call(_store_keys_driver(), STEP, found, "store_keys: slots do not fit the caches")
 
 
 # ---- latent_attention: ``latent_attention`` for the CPU: the kernel of ``attention``, over a cache whose keys are

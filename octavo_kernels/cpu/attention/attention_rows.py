@@ -10,7 +10,7 @@ import numpy as np
 from octavo_kernels.cpu.attention.cached_rows import rotate, row_bytes, row_writer
 from octavo_kernels.cpu.compiled import compiled_task, inlined
 from octavo_kernels.cpu.memory import fields, keep, read, view
-from octavo_kernels.cpu.rows.rms_norm import normalise_row
+from octavo_kernels.cpu.rows.norms import normalise_row
 
 STEP = fields(
     "prepare attend qkv T N K stored H width scale:float q_norm k_norm eps:float cos sin R slots k_cache v_cache "

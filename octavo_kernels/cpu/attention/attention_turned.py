@@ -7,10 +7,8 @@ in ``attention_dots``: sixteen partial sums along the head, then those 8, 4, 2 a
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from llvmlite import ir
-from numba import types
 
 from octavo_kernels.cpu.compiled import emitted
 from octavo_kernels.cpu.vector_ir import (
@@ -36,20 +34,14 @@ ROWS_AT_ONCE, PLACES_AT_ONCE = (4, 4) if HAS_AVX512 else (2, 2)
 """Queries, and partial sums of each, that are computed at once: all just fit the registers."""
 
 
-@emitted
-def turn(context: Any, rows: Any, num_steps: Any, out: Any) -> Any:
+@emitted()
+def turn(b: ir.IRBuilder, rows: ir.Value, num_steps: ir.Value, out: ir.Value) -> None:
     """Transpose sixteen contiguous float32 rows of ``num_steps`` vectors into a chunk at ``out``."""
-
-    def emit(c: Any, b: ir.IRBuilder, _s: Any, args: Any) -> ir.Value:
-        rows, num_steps, out = args
-        with Loop(b, num_steps, []) as loop:
-            at, to = offset(b, rows, (loop.index, VECTOR_BYTES)), offset(b, out, (loop.index, LANES * VECTOR_BYTES))
-            vectors = [load(b, F32x16, offset(b, at, (num_steps, VECTOR_BYTES * i))) for i in range(LANES)]
-            for i, vector in enumerate(turned(b, vectors)):
-                store(b, vector, to, VECTOR_BYTES * i)
-        return c.get_dummy_value()
-
-    return types.void(*([types.intp] * 3)), emit
+    with Loop(b, num_steps, []) as loop:
+        at, to = offset(b, rows, (loop.index, VECTOR_BYTES)), offset(b, out, (loop.index, LANES * VECTOR_BYTES))
+        vectors = [load(b, F32x16, offset(b, at, (num_steps, VECTOR_BYTES * i))) for i in range(LANES)]
+        for i, vector in enumerate(turned(b, vectors)):
+            store(b, vector, to, VECTOR_BYTES * i)
 
 
 def turned(b: ir.IRBuilder, vectors: list[ir.Value]) -> list[ir.Value]:
@@ -64,28 +56,25 @@ def turned(b: ir.IRBuilder, vectors: list[ir.Value]) -> list[ir.Value]:
     return vectors
 
 
-@emitted
-def score_turned(context: Any, queries: Any, keys: Any, num_steps: Any, out: Any, out_stride: Any, room: Any) -> Any:
+@emitted()
+def score_turned(
+    b: ir.IRBuilder, queries: ir.Value, keys: ir.Value, num_steps: ir.Value, out: ir.Value, out_stride: ir.Value,
+    room: ir.Value,
+) -> None:  # fmt: skip
     """Dot products of CHUNK_ROWS columns of a chunk, from ``queries`` on, with the 16 of a chunk of keys.
 
     ``room`` is scratch for CHUNK_ROWS vectors: without it, the compiler would spill the operands of sums that are
     combined only at the end.
     """
-
-    def emit(c: Any, b: ir.IRBuilder, _s: Any, args: Any) -> ir.Value:
-        queries, keys, num_steps, out, out_stride, room = args
-        outs = [offset(b, out, (out_stride, row)) for row in range(CHUNK_ROWS)]
-        odd = [b.add(room, i64(VECTOR_BYTES * row)) for row in range(CHUNK_ROWS)]
-        for first, places in ((0, outs), (1, odd)):
-            for place, total in zip(places, _quarter(b, queries, keys, num_steps, first), strict=True):
-                store(b, total, place)
-            for place, total in zip(places, _quarter(b, queries, keys, num_steps, first + 2), strict=True):
-                store(b, b.fadd(load(b, F32x16, place), total), place)
-        for place, more in zip(outs, odd, strict=True):
-            store(b, b.fadd(load(b, F32x16, place), load(b, F32x16, more)), place)
-        return c.get_dummy_value()
-
-    return types.void(*([types.intp] * 6)), emit
+    outs = [offset(b, out, (out_stride, row)) for row in range(CHUNK_ROWS)]
+    odd = [b.add(room, i64(VECTOR_BYTES * row)) for row in range(CHUNK_ROWS)]
+    for first, places in ((0, outs), (1, odd)):
+        for place, total in zip(places, _quarter(b, queries, keys, num_steps, first), strict=True):
+            store(b, total, place)
+        for place, total in zip(places, _quarter(b, queries, keys, num_steps, first + 2), strict=True):
+            store(b, b.fadd(load(b, F32x16, place), total), place)
+    for place, more in zip(outs, odd, strict=True):
+        store(b, b.fadd(load(b, F32x16, place), load(b, F32x16, more)), place)
 
 
 def _quarter(b: ir.IRBuilder, queries: ir.Value, keys: ir.Value, num_steps: ir.Value, first: int) -> list[ir.Value]:
@@ -101,12 +90,7 @@ def _quarter(b: ir.IRBuilder, queries: ir.Value, keys: ir.Value, num_steps: ir.V
 
 
 def _partial_sums(
-    b: ir.IRBuilder,
-    queries: ir.Value,
-    keys: ir.Value,
-    num_steps: ir.Value,
-    rows: Sequence[int],
-    places: Sequence[int],
+    b: ir.IRBuilder, queries: ir.Value, keys: ir.Value, num_steps: ir.Value, rows: Sequence[int], places: Sequence[int]
 ) -> dict[tuple[int, int], ir.Value]:
     """Of these queries and these of the sixteen places along a vector of the head."""
     with Loop(b, num_steps, [constant(F32x16, 0.0)] * (len(rows) * len(places))) as loop:

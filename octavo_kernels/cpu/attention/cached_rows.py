@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import torch
 from llvmlite import ir
-from numba import types
 
 from octavo.ops import cache_rows
 from octavo.ops.cache_rows import GROUP
@@ -96,31 +95,27 @@ def load_step(b: ir.IRBuilder, number_format: int, row: ir.Value, num_steps: ir.
     return fma(b, codes, scale, least)
 
 
-@emitted
-def unpack(context: Any, number_format: Any, rows: Any, H: Any, count: Any, out: Any, num_steps: Any) -> Any:
+@emitted()
+def unpack(
+    b: ir.IRBuilder, number_format: Constant, rows: ir.Value, H: ir.Value, count: ir.Value, out: ir.Value,
+    num_steps: ir.Value,
+) -> None:  # fmt: skip
     """``count`` neighbouring rows of H numbers of a format, a constant, as float32 rows of ``num_steps`` vectors.
 
     Numbers behind the last one are those of the row, or are not written.
     """
-    if not isinstance(number_format, types.IntegerLiteral):
-        return None
-    kind = number_format.literal_value
-
-    def emit(c: Any, b: ir.IRBuilder, _s: Any, args: Any) -> ir.Value:
-        rows, H, count, out, num_steps = args[1:]
-        is_packed = kind in (INT8, INT4)
-        row_bytes = emit_row_bytes(b, kind, num_steps) if is_packed else b.mul(H, i64(FORMAT_BYTES[kind]))
-        with Loop(b, count, []) as outer:
-            row = b.add(rows, b.mul(row_bytes, outer.index))
-            to = b.add(out, b.mul(b.mul(num_steps, outer.index), i64(4 * LANES)))
-            if is_packed:
-                with Loop(b, num_steps, []) as loop:
-                    store(b, load_step(b, kind, row, num_steps, loop.index), offset(b, to, (loop.index, 4 * LANES)))
-            else:
-                emit_row(b, (kind, row), (FLOAT32, to), H, emit_widened)
-        return c.get_dummy_value()
-
-    return types.void(number_format, *([types.intp] * 5)), emit
+    is_packed = number_format in (INT8, INT4)
+    row_bytes = emit_row_bytes(b, number_format, num_steps) if is_packed else b.mul(H, i64(FORMAT_BYTES[number_format]))
+    with Loop(b, count, []) as outer:
+        row = b.add(rows, b.mul(row_bytes, outer.index))
+        to = b.add(out, b.mul(b.mul(num_steps, outer.index), i64(4 * LANES)))
+        if is_packed:
+            with Loop(b, num_steps, []) as loop:
+                store(
+                    b, load_step(b, number_format, row, num_steps, loop.index), offset(b, to, (loop.index, 4 * LANES))
+                )
+        else:
+            emit_row(b, (number_format, row), (FLOAT32, to), H, emit_widened)
 
 
 def row_writer(number_format: int) -> Callable[[int, Any, int, int], None]:

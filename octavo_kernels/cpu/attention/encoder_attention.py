@@ -17,16 +17,14 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from llvmlite import ir
-from numba import types
 from torch import Tensor
 
 from octavo.ops.attention import encoder_attention
 from octavo_kernels.cpu.attention.attention_dots import STATE_BYTES, WEIGH_ROWS, exponentials
 from octavo_kernels.cpu.attention.attention_turned import turn
-from octavo_kernels.cpu.calls import call
-from octavo_kernels.cpu.compiled import compiled_task, emitted, inlined, rarely_used
+from octavo_kernels.cpu.calls import call, task_driver
+from octavo_kernels.cpu.compiled import emitted, inlined, rarely_used, task
 from octavo_kernels.cpu.memory import fields, keep, read, view, whole_lines
-from octavo_kernels.cpu.task_driver import task_driver
 from octavo_kernels.cpu.tensors import address, declines_floats
 from octavo_kernels.cpu.vector_ir import (
     F32,
@@ -62,40 +60,26 @@ TILE = fields("first count start low high")
 is their text's first row and ``low`` a multiple of 16."""
 
 
-@emitted
+@emitted()
 def multiply_rows(
-    context: Any,
-    rows: Any,
-    row_stride: Any,
-    num_steps: Any,
-    matrix: Any,
-    vector_stride: Any,
-    step_stride: Any,
-    out: Any,
-    out_stride: Any,
-    num_vectors: Any,
-) -> Any:
+    b: ir.IRBuilder, rows: ir.Value, row_stride: ir.Value, num_steps: ir.Value, matrix: ir.Value,
+    vector_stride: ir.Value, step_stride: ir.Value, out: ir.Value, out_stride: ir.Value, num_vectors: ir.Value,
+) -> None:  # fmt: skip
     """``ROWS`` rows of ``num_steps`` numbers times a matrix of as many rows, ``num_vectors`` vectors wide.
 
     All but the counts are addresses and strides in bytes. A result's products are added one after the other.
     """
-
-    def emit(c: Any, b: ir.IRBuilder, _s: Any, args: Any) -> ir.Value:
-        rows, row_stride, num_steps, matrix, vector_stride, step_stride, out, out_stride, num_vectors = args
-        pairs = b.lshr(num_vectors, i64(1))
-        done = b.shl(pairs, i64(1))
-        for width, first, turns in ((2, i64(0), pairs), (1, done, b.sub(num_vectors, done))):
-            with Loop(b, turns, []) as loop:
-                vector = b.add(first, b.mul(loop.index, i64(width)))
-                columns = [b.add(matrix, b.mul(b.add(vector, i64(i)), vector_stride)) for i in range(width)]
-                for row in range(0, ROWS, ROWS_AT_ONCE):
-                    chosen = range(row, row + ROWS_AT_ONCE)
-                    places = [offset(b, rows, (row_stride, i)) for i in chosen]
-                    outs = [offset(b, out, (out_stride, i), (vector, VECTOR_BYTES)) for i in chosen]
-                    _emit_products(b, places, num_steps, columns, step_stride, outs)
-        return c.get_dummy_value()
-
-    return types.void(*([types.intp] * 9)), emit
+    pairs = b.lshr(num_vectors, i64(1))
+    done = b.shl(pairs, i64(1))
+    for width, first, turns in ((2, i64(0), pairs), (1, done, b.sub(num_vectors, done))):
+        with Loop(b, turns, []) as loop:
+            vector = b.add(first, b.mul(loop.index, i64(width)))
+            columns = [b.add(matrix, b.mul(b.add(vector, i64(i)), vector_stride)) for i in range(width)]
+            for row in range(0, ROWS, ROWS_AT_ONCE):
+                chosen = range(row, row + ROWS_AT_ONCE)
+                places = [offset(b, rows, (row_stride, i)) for i in chosen]
+                outs = [offset(b, out, (out_stride, i), (vector, VECTOR_BYTES)) for i in chosen]
+                _emit_products(b, places, num_steps, columns, step_stride, outs)
 
 
 def _emit_products(
@@ -143,47 +127,44 @@ def _mask(a: Any, scores: Any, position: int, low: int, high: int, head: int) ->
 
 
 @rarely_used
-def _attend_task() -> int:
+@task
+def _attend_task(arguments: int, begin: int, end: int) -> None:
     """Task over (tile, head)."""
-
-    def attend(arguments: int, begin: int, end: int) -> None:
-        a = read(arguments, ARGUMENTS)
-        queries, keys, values = whole_lines(ROWS, a.width), whole_lines(LANES, a.width), whole_lines(a.longest, a.width)
-        turned, scores = whole_lines(a.longest // LANES, a.width * LANES), whole_lines(ROWS, a.longest)
-        states, outs = whole_lines(ROWS, STATE_BYTES // 4), whole_lines(ROWS, a.width)
-        queries[:], keys[:], values[:] = 0, 0, 0
-        one, steps = np.float32(1), a.width // LANES
-        for item in range(begin, end):
-            head, tile = item % a.N, view(a.tiles, a.items // a.N, TILE)[item // a.N]
-            of_keys, count, first_key = 4 * (head // (a.N // a.K)) * a.H, tile.high - tile.low, tile.start + tile.low
-            vectors = (count + LANES - 1) // LANES
-            _copy_rows(a, a.v + of_keys + first_key * a.v_stride, a.v_stride, count, one, values)
-            for chunk in range(vectors):
-                source = a.k + of_keys + (first_key + chunk * LANES) * a.k_stride
-                _copy_rows(a, source, a.k_stride, min(LANES, count - chunk * LANES), one, keys)
-                turn(keys.ctypes.data, steps, turned[chunk].ctypes.data)
-            for row in range(0, tile.count, ROWS):
-                rows = min(ROWS, tile.count - row)
-                source = a.q + 4 * head * a.H + (tile.first + row) * a.q_stride
-                _copy_rows(a, source, a.q_stride, rows, np.float32(a.scale), queries)
-                places, apart = (turned.ctypes.data, turned.strides[0]), (queries.strides[0], scores.strides[0])
-                multiply_rows(
-                    queries.ctypes.data, apart[0], a.width, *places, 4 * LANES, scores.ctypes.data, apart[1], vectors
-                )
-                for i in range(rows):
-                    _mask(a, scores[i], tile.first + row + i - tile.start, tile.low, tile.high, head)
-                for i in range(0, rows, WEIGH_ROWS):
-                    at = scores[i].ctypes.data, apart[1]
-                    exponentials(*at, vectors, states[i].ctypes.data, states.strides[0])
-                places = values.ctypes.data, 4 * LANES
-                multiply_rows(scores.ctypes.data, apart[1], count, *places, apart[0], outs.ctypes.data, apart[0], steps)
-                for i in range(rows):
-                    out = view(a.out + 4 * ((tile.first + row + i) * a.N + head) * a.H, a.H, np.float32)
-                    for h in range(a.H):
-                        out[h] = outs[i, h] / states[i, 1]
-        keep((queries, keys, values, turned, scores, states, outs))
-
-    return compiled_task(attend)
+    a = read(arguments, ARGUMENTS)
+    queries, keys, values = whole_lines(ROWS, a.width), whole_lines(LANES, a.width), whole_lines(a.longest, a.width)
+    turned, scores = whole_lines(a.longest // LANES, a.width * LANES), whole_lines(ROWS, a.longest)
+    states, outs = whole_lines(ROWS, STATE_BYTES // 4), whole_lines(ROWS, a.width)
+    queries[:], keys[:], values[:] = 0, 0, 0
+    one, steps = np.float32(1), a.width // LANES
+    for item in range(begin, end):
+        head, tile = item % a.N, view(a.tiles, a.items // a.N, TILE)[item // a.N]
+        of_keys, count, first_key = 4 * (head // (a.N // a.K)) * a.H, tile.high - tile.low, tile.start + tile.low
+        vectors = (count + LANES - 1) // LANES
+        _copy_rows(a, a.v + of_keys + first_key * a.v_stride, a.v_stride, count, one, values)
+        for chunk in range(vectors):
+            source = a.k + of_keys + (first_key + chunk * LANES) * a.k_stride
+            _copy_rows(a, source, a.k_stride, min(LANES, count - chunk * LANES), one, keys)
+            turn(keys.ctypes.data, steps, turned[chunk].ctypes.data)
+        for row in range(0, tile.count, ROWS):
+            rows = min(ROWS, tile.count - row)
+            source = a.q + 4 * head * a.H + (tile.first + row) * a.q_stride
+            _copy_rows(a, source, a.q_stride, rows, np.float32(a.scale), queries)
+            places, apart = (turned.ctypes.data, turned.strides[0]), (queries.strides[0], scores.strides[0])
+            multiply_rows(
+                queries.ctypes.data, apart[0], a.width, *places, 4 * LANES, scores.ctypes.data, apart[1], vectors
+            )
+            for i in range(rows):
+                _mask(a, scores[i], tile.first + row + i - tile.start, tile.low, tile.high, head)
+            for i in range(0, rows, WEIGH_ROWS):
+                at = scores[i].ctypes.data, apart[1]
+                exponentials(*at, vectors, states[i].ctypes.data, states.strides[0])
+            places = values.ctypes.data, 4 * LANES
+            multiply_rows(scores.ctypes.data, apart[1], count, *places, apart[0], outs.ctypes.data, apart[0], steps)
+            for i in range(rows):
+                out = view(a.out + 4 * ((tile.first + row + i) * a.N + head) * a.H, a.H, np.float32)
+                for h in range(a.H):
+                    out[h] = outs[i, h] / states[i, 1]
+    keep((queries, keys, values, turned, scores, states, outs))
 
 
 @functools.lru_cache(maxsize=8)
@@ -225,11 +206,10 @@ def encoder_attention_numba(
         return out_TNH.to(q_TNH.dtype)
     items = len(tiles) * N
     piece = max(1, items * MULTIPLICATIONS_A_PIECE // max(1, 2 * work * N * H))
-    arguments = np.empty(1, ARGUMENTS)
-    arguments[0] = (
+    values = (
         *(_attend_task(), items, piece, *(x.data_ptr() for x in heads), out_TNH.data_ptr(), tiles.ctypes.data),
         *(address(bias), N, K, H, -(-H // LANES) * LANES, *(4 * x.stride(0) for x in heads)),
         *(-(-longest // LANES) * LANES, window, 0 if bias is None else bias.shape[1] // 2, scale),
     )
-    call(task_driver(), arguments)
+    call(task_driver(), ARGUMENTS, values)
     return out_TNH.to(q_TNH.dtype)

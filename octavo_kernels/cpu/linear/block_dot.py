@@ -35,10 +35,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from llvmlite import ir
-from numba import types
 from numba.core import cgutils
 
-from octavo_kernels.cpu.compiled import emitted, inlined
+from octavo_kernels.cpu.compiled import Constant, emitted, inlined
 from octavo_kernels.cpu.host import is_zen, missing
 from octavo_kernels.cpu.linear.block_scales import load_scales, scale_bytes
 from octavo_kernels.cpu.linear.byte_dot import Dot4
@@ -71,10 +70,7 @@ alloca_once: Any = cgutils.alloca_once
 STEP_BYTES = 4 * LANES
 ONE_PANEL, PAIR, PAIR_IN_TILES = 0, 1, 2
 """What ``block_dot`` multiplies with; and whether in Intel's tiles (AMX), for which see ``_emit_tile_dot``."""
-TOKEN_COUNTS = (
-    *(((8, 6, 4, 2, 1), (6, 4, 2, 1)) if HAS_VNNI else ((4, 2, 1), (2, 1))),
-    (TOKENS_TOGETHER, 6, 4, 2, 1),
-)
+TOKEN_COUNTS = (*(((8, 6, 4, 2, 1), (6, 4, 2, 1)) if HAS_VNNI else ((4, 2, 1), (2, 1))), (TOKENS_TOGETHER, 6, 4, 2, 1))
 """Tokens multiplied at once, by operand: with the largest, all sums fit the registers, those of pairs just so."""
 PAIR_FROM = 24 if is_zen() else 12
 """Fewest tokens for which panels are unpacked to pairs. On Zen 5 products of 16 are faster without, by 6 % in Q4_0 and
@@ -241,83 +237,49 @@ class _Pair(_Form):
         return [self.scales(b, b.add(place, i64(self.value_bytes)), i64(0)) for place in self.places(b, g)]
 
 
-def _form(*constants: Any) -> tuple[Any, ...] | None:
-    if all(isinstance(value, types.IntegerLiteral) for value in constants):
-        return tuple(value.literal_value for value in constants)
-    return None
-
-
-@emitted
+@emitted()
 def take_apart(
-    context: Any, bits: Any, group: Any, has_minima: Any, scale_format: Any, values: Any, scales: Any, out: Any, G: Any
-) -> Any:
-    """Unpack a panel of ``G`` groups into its half of a pair at ``out``. The first four arguments are constants."""
-    constants = (bits, group, has_minima, scale_format)
-    if (form := _form(*constants)) is None:
-        return None
-
-    def emit(c: Any, b: ir.IRBuilder, _s: Any, args: Any) -> ir.Value:
-        values, scales, out, num_groups = args[4:]
-        panel = _Panel(form, values, scales)
-        with Loop(b, num_groups, []) as loop:
-            place = offset(b, out, (loop.index, panel.pair_bytes))
-            numbers = [weights for (weights,) in panel.steps(b, loop.index)]
-            (factors,) = panel.factors(b, loop.index)
-            for i, vector in enumerate([*numbers, *factors]):
-                if vector is not None:
-                    store(b, vector, place, STEP_BYTES * i)
-        return c.get_dummy_value()
-
-    return types.void(*constants, *([types.intp] * 4)), emit
+    b: ir.IRBuilder, bits: Constant, group: Constant, has_minima: Constant, scale_format: Constant, values: ir.Value,
+    scales: ir.Value, out: ir.Value, num_groups: ir.Value,
+) -> None:  # fmt: skip
+    """Unpack a panel of ``num_groups`` groups into its half of a pair at ``out``."""
+    panel = _Panel((bits, group, has_minima, scale_format), values, scales)
+    with Loop(b, num_groups, []) as loop:
+        place = offset(b, out, (loop.index, panel.pair_bytes))
+        numbers = [weights for (weights,) in panel.steps(b, loop.index)]
+        (factors,) = panel.factors(b, loop.index)
+        for i, vector in enumerate([*numbers, *factors]):
+            if vector is not None:
+                store(b, vector, place, STEP_BYTES * i)
 
 
-@emitted
+@emitted()
 def block_dot(
-    context: Any,
-    operand: Any,
-    bits: Any,
-    group: Any,
-    has_minima: Any,
-    scale_format: Any,
-    values: Any,
-    scales: Any,
-    ahead: Any,
-    scales_ahead: Any,
-    terms: Any,
-    out: Any,
-    out_stride: Any,
-    num_groups: Any,
-    num_tokens: Any,
-) -> Any:
+    b: ir.IRBuilder, operand: Constant, bits: Constant, group: Constant, has_minima: Constant, scale_format: Constant,
+    values: ir.Value, scales: ir.Value, ahead: ir.Value, scales_ahead: ir.Value, terms: ir.Value, out: ir.Value,
+    out_stride: ir.Value, num_groups: ir.Value, num_tokens: ir.Value,
+) -> None:  # fmt: skip
     """First terms: a panel or a pair times ``num_tokens`` adjacent rows of terms, one of TOKEN_COUNTS.
 
     A pair is at ``values``. ``out`` is float32 [tokens, 16] of the first panel; the second's is ``out_stride`` bytes
     further. A panel's values and scales are prefetched from ``ahead`` and ``scales_ahead`` on. All these are
     addresses; the first five arguments are constants.
     """
-    constants = (operand, bits, group, has_minima, scale_format)
-    if (form := _form(*constants)) is None:
-        return None
+    form = bits, group, has_minima, scale_format
+    packed, pair = _Panel(form, values, scales), _Pair(form, values)
+    panels = pair if operand else packed
+    outs = [offset(b, out, (out_stride, i)) for i in range(panels.count)]
 
-    def emit(c: Any, b: ir.IRBuilder, _s: Any, args: Any) -> ir.Value:
-        values, scales, ahead, scales_ahead, terms, out, out_stride, num_groups, num_tokens = args[5:]
-        packed = _Panel(form[1:], values, scales)
-        panels = _Pair(form[1:], values) if form[0] else packed
-        outs = [offset(b, out, (out_stride, i)) for i in range(panels.count)]
+    def ask(g: ir.Value) -> None:
+        for base, num_bytes in ((ahead, packed.value_bytes), (scales_ahead, packed.scale_bytes)):
+            ask_for(b, offset(b, base, (g, num_bytes)), num_bytes)
 
-        def ask(g: ir.Value) -> None:
-            for base, num_bytes in ((ahead, packed.value_bytes), (scales_ahead, packed.scale_bytes)):
-                ask_for(b, offset(b, base, (g, num_bytes)), num_bytes)
-
-        for count in TOKEN_COUNTS[form[0]]:
-            with b.if_then(b.icmp_signed("==", num_tokens, i64(count))):
-                if count == TOKENS_TOGETHER:
-                    _emit_tile_dot(b, _Pair(form[1:], values), terms, outs, num_groups, ask)
-                else:
-                    _emit_block_dot(b, count, panels, terms, outs, num_groups, ask)
-        return c.get_dummy_value()
-
-    return types.void(*constants, *([types.intp] * 9)), emit
+    for count in TOKEN_COUNTS[operand]:
+        with b.if_then(b.icmp_signed("==", num_tokens, i64(count))):
+            if count == TOKENS_TOGETHER:
+                _emit_tile_dot(b, pair, terms, outs, num_groups, ask)
+            else:
+                _emit_block_dot(b, count, panels, terms, outs, num_groups, ask)
 
 
 def _emit_block_dot(
@@ -414,50 +376,31 @@ def _emit_tile_dot(
         store(b, result, outs[i % panels.count], STEP_BYTES * (i // panels.count))
 
 
-@emitted
+@emitted()
 def add_large_parts(
-    context: Any,
-    operand: Any,
-    bits: Any,
-    group: Any,
-    has_minima: Any,
-    scale_format: Any,
-    values: Any,
-    scales: Any,
-    out: Any,
-    out_stride: Any,
-    num_tokens: Any,
-    parts: Any,
-    row_bytes: Any,
-    counts: Any,
-) -> Any:
+    b: ir.IRBuilder, operand: Constant, bits: Constant, group: Constant, has_minima: Constant, scale_format: Constant,
+    values: ir.Value, scales: ir.Value, out: ir.Value, out_stride: ir.Value, num_tokens: ir.Value, parts: ir.Value,
+    row_bytes: ir.Value, counts: ir.Value,
+) -> None:  # fmt: skip
     """Add the products of large parts with a panel or a pair to the results of ``block_dot`` for all tokens.
 
     A token's parts are adjacent, ``row_bytes`` behind the previous token's; ``counts`` int32 [num_tokens] of them.
     """
-    constants = (operand, bits, group, has_minima, scale_format)
-    if (form := _form(*constants)) is None:
-        return None
-
-    def emit(c: Any, b: ir.IRBuilder, _s: Any, args: Any) -> ir.Value:
-        values, scales, out, out_stride, num_tokens, parts, row_bytes, counts = args[5:]
-        panels = _Pair(form[1:], values) if form[0] else _Panel(form[1:], values, scales)
-        with Loop(b, num_tokens, []) as tokens:
-            token = tokens.index
-            count, first = b.sext(load(b, I32, offset(b, counts, (token, 4))), I64), b.mul(token, row_bytes)
-            places = [offset(b, out, (token, STEP_BYTES), (out_stride, i)) for i in range(panels.count)]
-            with Loop(b, count, [load(b, F32x16, place) for place in places]) as loop:
-                part = offset(b, b.add(parts, first), (loop.index, 4 * PART_WORDS))
-                x, start, g, i = (load(b, I32, part, 4 * word) for word in (0, 3, 4, 5))
-                weights = panels.step(b, b.sext(g, I64), b.sext(i, I64))
-                dots = [Dot4(b, splat(b, start), panels.number_bits) for _ in weights]
-                for dot, weight in zip(dots, weights, strict=True):
-                    dot.add(b, weight, splat(b, x))
-                factors = panels.factors(b, b.sext(g, I64))
-                products = _products(b, b.add(part, i64(4)), [dot.total(b) for dot in dots])
-                loop.carried = _add_products(b, products, factors, loop.carried)
-            for result, place in zip(loop.results, places, strict=True):
-                store(b, result, place)
-        return c.get_dummy_value()
-
-    return types.void(*constants, *([types.intp] * 8)), emit
+    form = bits, group, has_minima, scale_format
+    panels = _Pair(form, values) if operand else _Panel(form, values, scales)
+    with Loop(b, num_tokens, []) as tokens:
+        token = tokens.index
+        count, first = b.sext(load(b, I32, offset(b, counts, (token, 4))), I64), b.mul(token, row_bytes)
+        places = [offset(b, out, (token, STEP_BYTES), (out_stride, i)) for i in range(panels.count)]
+        with Loop(b, count, [load(b, F32x16, place) for place in places]) as loop:
+            part = offset(b, b.add(parts, first), (loop.index, 4 * PART_WORDS))
+            x, start, g, i = (load(b, I32, part, 4 * word) for word in (0, 3, 4, 5))
+            weights = panels.step(b, b.sext(g, I64), b.sext(i, I64))
+            dots = [Dot4(b, splat(b, start), panels.number_bits) for _ in weights]
+            for dot, weight in zip(dots, weights, strict=True):
+                dot.add(b, weight, splat(b, x))
+            factors = panels.factors(b, b.sext(g, I64))
+            products = _products(b, b.add(part, i64(4)), [dot.total(b) for dot in dots])
+            loop.carried = _add_products(b, products, factors, loop.carried)
+        for result, place in zip(loop.results, places, strict=True):
+            store(b, result, place)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from octavo.ops.block_linear import BLOCK, FACTOR_BYTES, PANEL, PackedBlocks, block_embedding
 from octavo_kernels.cpu.calls import call
-from octavo_kernels.cpu.compiled import compiled_driver, compiled_task
+from octavo_kernels.cpu.compiled import compiled_task, driver
 from octavo_kernels.cpu.half import widen
 from octavo_kernels.cpu.linear.block_scales import MULTIPLES, format_of
 from octavo_kernels.cpu.memory import fields, keep, read, view
@@ -66,16 +66,13 @@ def _task(scale_format: int) -> int:
     return compiled_task(gather)
 
 
-@functools.cache
-def _driver() -> int:
-    def drive(pool: int, arguments: int) -> int:
-        a = read(arguments, ARGUMENTS)
-        if not has_known_ids(a):
-            return 1
-        run(pool, a.task, arguments, a.T, max(1, NUMBERS_A_PIECE // (a.G * a.group)))
-        return 0
-
-    return compiled_driver(drive)
+@driver
+def _driver(pool: int, arguments: int) -> int:
+    a = read(arguments, ARGUMENTS)
+    if not has_known_ids(a):
+        return 1
+    run(pool, a.task, arguments, a.T, max(1, NUMBERS_A_PIECE // (a.G * a.group)))
+    return 0
 
 
 @block_embedding.kernel(device="cpu", name="numba", preference=10, supports=supports_ids)
@@ -83,10 +80,9 @@ def block_embedding_numba(token_ids_T: Tensor, packed: PackedBlocks) -> Tensor:
     """See ``ops.block_embedding``."""
     ids, (V, D) = token_ids_T.contiguous(), packed.shape
     out_TD = torch.empty(len(ids), D)
-    arguments = np.empty(1, ARGUMENTS)
     addresses = ids.data_ptr(), packed.values.data_ptr(), packed.scales.data_ptr(), out_TD.data_ptr()
     form = D // packed.group, packed.group, packed.bits, packed.zero_point, int(packed.has_minima)
     task = _task(format_of(packed))
-    arguments[0] = (task, *addresses, len(ids), V, *form)
-    call(_driver(), arguments, f"block_embedding: token ids must be from 0 to {V - 1}")
+    values = (task, *addresses, len(ids), V, *form)
+    call(_driver(), ARGUMENTS, values, f"block_embedding: token ids must be from 0 to {V - 1}")
     return out_TD

@@ -12,7 +12,7 @@ from torch import Tensor
 from octavo.ops.block_linear import PANEL, PackedBlocks, block_linear
 from octavo.ops.linear import PLAIN, Fused, compose
 from octavo_kernels.cpu.calls import call
-from octavo_kernels.cpu.compiled import Constant, compiled_driver, compiled_task, inlined
+from octavo_kernels.cpu.compiled import Constant, compiled_task, driver, inlined, task
 from octavo_kernels.cpu.linear.block_dot import (
     ONE_PANEL,
     PAIR,
@@ -29,7 +29,7 @@ from octavo_kernels.cpu.linear.epilogue import EPILOGUE, GATES, TILE_BYTES, fini
 from octavo_kernels.cpu.linear.quantize import PART_WORDS, SIDE_BYTES, TOKENS_TOGETHER, quantize_row, room_for_parts
 from octavo_kernels.cpu.linear.tile_dot import give_tiles, take_tiles
 from octavo_kernels.cpu.memory import fields, keep, read, view, whole_lines
-from octavo_kernels.cpu.rows.rms_norm import normalise_row
+from octavo_kernels.cpu.rows.norms import normalise_row
 from octavo_kernels.cpu.tensors import address, check_linear, declines_activations
 from octavo_kernels.cpu.threads import run, width
 from octavo_kernels.cpu.vector_ir import AHEAD
@@ -68,32 +68,28 @@ def _part_bytes(a: Any) -> Any:
     return 4 * PART_WORDS * room_for_parts(a.G)
 
 
-@functools.cache
-def _prepare_task() -> int:
+@task
+def _prepare_task(arguments: int, begin: int, end: int) -> None:
     """Task over the rows that are interleaved: normalise, put in the order of the weight's columns, quantise."""
-
-    def prepare(arguments: int, begin: int, end: int) -> None:
-        a = read(arguments, ARGUMENTS)
-        K = a.G * a.group
-        counts = view(a.counts, a.T, np.int32)
-        normed, scales, rest = whole_lines(1, K), np.empty(2 * a.G, np.float32), whole_lines(2, a.group)
-        ordered, order = whole_lines(1, K * (a.order != 0)), view(a.order, K * (a.order != 0), np.int32)
-        for t in range(begin * TOKENS_TOGETHER, min(a.T, end * TOKENS_TOGETHER)):
-            x = a.x + 4 * K * t
-            if a.norm:
-                normalise_row(x, a.norm, normed.ctypes.data, K, K, a.eps)
-                x = normed.ctypes.data
-            if a.order:
-                given = view(x, K, np.float32)
-                for k in range(K):
-                    ordered[0, k] = given[order[k]]
-                x = ordered.ctypes.data
-            places = x, a.terms + _first_term(a, t), a.parts + t * _part_bytes(a)
-            room = scales.ctypes.data, rest.ctypes.data
-            counts[t] = quantize_row(a.group, a.has_minima, *places, a.zero_point, a.G, *room)
-        keep((normed, scales, rest, ordered))
-
-    return compiled_task(prepare)
+    a = read(arguments, ARGUMENTS)
+    K = a.G * a.group
+    counts = view(a.counts, a.T, np.int32)
+    normed, scales, rest = whole_lines(1, K), np.empty(2 * a.G, np.float32), whole_lines(2, a.group)
+    ordered, order = whole_lines(1, K * (a.order != 0)), view(a.order, K * (a.order != 0), np.int32)
+    for t in range(begin * TOKENS_TOGETHER, min(a.T, end * TOKENS_TOGETHER)):
+        x = a.x + 4 * K * t
+        if a.norm:
+            normalise_row(x, a.norm, normed.ctypes.data, K, K, a.eps)
+            x = normed.ctypes.data
+        if a.order:
+            given = view(x, K, np.float32)
+            for k in range(K):
+                ordered[0, k] = given[order[k]]
+            x = ordered.ctypes.data
+        places = x, a.terms + _first_term(a, t), a.parts + t * _part_bytes(a)
+        room = scales.ctypes.data, rest.ctypes.data
+        counts[t] = quantize_row(a.group, a.has_minima, *places, a.zero_point, a.G, *room)
+    keep((normed, scales, rest, ordered))
 
 
 @inlined
@@ -141,21 +137,9 @@ def _sum_up(
         if turn > 1:  # both have been prefetched already
             near, scales_near = values, values
         block_dot(
-            operand,
-            bits,
-            group,
-            has_minima,
-            scale_format,
-            values,
-            scales,
-            near,
-            scales_near,
-            terms,
-            sums,
-            stride,
-            a.G,
-            n,
-        )
+            operand, bits, group, has_minima, scale_format, values, scales, near, scales_near, terms, sums, stride,
+            a.G, n,
+        )  # fmt: skip
         row, turn = row + n, turn + 1
     parts, counts, row_bytes = a.parts + first * _part_bytes(a), a.counts + 4 * first, _part_bytes(a)
     add_large_parts(
@@ -200,20 +184,11 @@ def _multiply_task(bits: int, group: int, has_minima: int, scale_format: int) ->
                     take_apart(bits, group, has_minima, scale_format, weights[0], weights[1], out, a.G)
                 else:
                     near = weights[0] + AHEAD, weights[1] + scales_ahead
+                    out = sums + half * stride
                     _sum_up(
-                        ONE_PANEL,
-                        bits,
-                        group,
-                        has_minima,
-                        scale_format,
-                        a,
-                        first,
-                        count,
-                        weights,
-                        (near, near),
-                        sums + half * stride,
+                        ONE_PANEL, bits, group, has_minima, scale_format, a, first, count, weights, (near, near), out,
                         stride,
-                    )
+                    )  # fmt: skip
             if a.is_pair:
                 near = (
                     _panel_at(a, later[0], value_bytes, factor_bytes),
@@ -242,21 +217,18 @@ def _divide(a: Any, threads: int) -> Any:
     return (a.T + a.rows - 1) // a.rows * a.columns, max(1, WORK_A_PIECE // work)
 
 
-@functools.cache
-def _driver() -> int:
-    def drive(pool: int, arguments: int) -> int:
-        a = read(arguments, ARGUMENTS)
-        terms = np.empty((a.T + TOKENS_TOGETHER) * a.G * (a.group + SIDE_BYTES), np.int8)
-        parts, counts = np.empty(a.T * _part_bytes(a), np.int8), np.empty(a.T, np.int32)
-        a.terms, a.parts, a.counts = terms.ctypes.data, parts.ctypes.data, counts.ctypes.data
-        items = (a.T + TOKENS_TOGETHER - 1) // TOKENS_TOGETHER  # two threads would write to the same cache lines
-        run(pool, a.prepare, arguments, items, max(1, NUMBERS_A_PIECE // (a.G * a.group * TOKENS_TOGETHER)))
-        items, piece = _divide(a, width(pool))
-        run(pool, a.multiply, arguments, items, piece)
-        keep((terms, parts, counts))
-        return 0
-
-    return compiled_driver(drive)
+@driver
+def _driver(pool: int, arguments: int) -> int:
+    a = read(arguments, ARGUMENTS)
+    terms = np.empty((a.T + TOKENS_TOGETHER) * a.G * (a.group + SIDE_BYTES), np.int8)
+    parts, counts = np.empty(a.T * _part_bytes(a), np.int8), np.empty(a.T, np.int32)
+    a.terms, a.parts, a.counts = terms.ctypes.data, parts.ctypes.data, counts.ctypes.data
+    items = (a.T + TOKENS_TOGETHER - 1) // TOKENS_TOGETHER  # two threads would write to the same cache lines
+    run(pool, a.prepare, arguments, items, max(1, NUMBERS_A_PIECE // (a.G * a.group * TOKENS_TOGETHER)))
+    items, piece = _divide(a, width(pool))
+    run(pool, a.multiply, arguments, items, piece)
+    keep((terms, parts, counts))
+    return 0
 
 
 @block_linear.kernel(device="cpu", name="numba", preference=10, supports=declines_activations)
@@ -275,19 +247,11 @@ def block_linear_numba(x_TK: Tensor, packed: PackedBlocks, fused: Fused = PLAIN)
     x = x_TK.contiguous()
     out_TN = residual_TN if residual_TN is not None else torch.empty(T, width)
     has_minima = int(packed.has_minima)
-    arguments = np.empty(1, ARGUMENTS)
-    arguments[0] = (
+    values = (
         *(address(bias_N), address(residual_TN), out_TN.data_ptr(), GATES[activation], T, N),
         *(_prepare_task(), _multiply_task(packed.bits, packed.group, has_minima, format_of(packed))),
-        *(
-            x.data_ptr(),
-            address(norm_K),
-            eps,
-            address(packed.order),
-            packed.values.data_ptr(),
-            packed.scales.data_ptr(),
-        ),
-        *(packed.zero_point, has_minima, packed.group, G, *[0] * 6),
+        *(x.data_ptr(), address(norm_K), eps, address(packed.order)),
+        *(packed.values.data_ptr(), packed.scales.data_ptr(), packed.zero_point, has_minima, packed.group, G, *[0] * 6),
     )
-    call(_driver(), arguments)
+    call(_driver(), ARGUMENTS, values)
     return out_TN

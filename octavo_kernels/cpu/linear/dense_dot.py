@@ -8,12 +8,10 @@ multiplied by the group's scale. A pair's instructions are the same in every til
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from llvmlite import ir
-from numba import types
 
-from octavo_kernels.cpu.compiled import emitted
+from octavo_kernels.cpu.compiled import Constant, emitted
 from octavo_kernels.cpu.vector_ir import (
     AHEAD,
     E4M3,
@@ -42,20 +40,11 @@ TILES = ((4, 6), (4, 4), (4, 2), (4, 1)) if HAS_AVX512 else ((2, 3), (2, 2), (4,
 """(weight rows, tokens): the sums of the largest and their operands just fit the registers."""
 
 
-@emitted
+@emitted()
 def dense_dot(
-    context: Any,
-    number_format: Any,
-    weight: Any,
-    scales: Any,
-    group: Any,
-    x: Any,
-    num_columns: Any,
-    out: Any,
-    out_stride: Any,
-    num_rows: Any,
-    num_tokens: Any,
-) -> Any:
+    b: ir.IRBuilder, number_format: Constant, weight: ir.Value, scales: ir.Value, group: ir.Value, x: ir.Value,
+    num_columns: ir.Value, out: ir.Value, out_stride: ir.Value, num_rows: ir.Value, num_tokens: ir.Value,
+) -> None:  # fmt: skip
     """Dot products of rows of ``num_columns`` numbers, a multiple of 16: the weight in a number format, x in float32.
 
     ``(num_rows, num_tokens)`` is one of TILES, or (1, 1). ``out`` gets ``num_rows`` float32 for each token,
@@ -63,18 +52,10 @@ def dense_dot(
     (a multiple of 16); other formats ignore both. The first argument is a constant; those that are neither counts nor
     strides are addresses.
     """
-    if not isinstance(number_format, types.IntegerLiteral):
-        return None
-    kind = number_format.literal_value
-
-    def emit(c: Any, b: ir.IRBuilder, _s: Any, args: Any) -> ir.Value:
-        for rows, tokens in (*TILES, (1, 1)):
-            is_rows = b.icmp_signed("==", args[-2], i64(rows))
-            with b.if_then(b.and_(is_rows, b.icmp_signed("==", args[-1], i64(tokens)))):
-                _emit_tile(b, kind, rows, tokens, *args[1:-2])
-        return c.get_dummy_value()
-
-    return types.void(number_format, *([types.intp] * 9)), emit
+    for rows, tokens in (*TILES, (1, 1)):
+        is_rows = b.icmp_signed("==", num_rows, i64(rows))
+        with b.if_then(b.and_(is_rows, b.icmp_signed("==", num_tokens, i64(tokens)))):
+            _emit_tile(b, number_format, rows, tokens, weight, scales, group, x, num_columns, out, out_stride)
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from octavo.ops.linear import PLAIN, Fused, compose, encoder_linear
 from octavo_kernels.cpu.calls import call
-from octavo_kernels.cpu.compiled import Constant, compiled_driver, compiled_task, inlined
+from octavo_kernels.cpu.compiled import Constant, compiled_driver, compiled_task, inlined, task
 from octavo_kernels.cpu.linear.epilogue import EPILOGUE, GATES, finish
 from octavo_kernels.cpu.linear.tile_dot import (
     PANELS,
@@ -34,7 +34,7 @@ from octavo_kernels.cpu.linear.tile_dot import (
     turn_tiles,
 )
 from octavo_kernels.cpu.memory import fields, keep, read, view, whole_lines
-from octavo_kernels.cpu.rows.rms_norm import normalise_row
+from octavo_kernels.cpu.rows.norms import normalise_row
 from octavo_kernels.cpu.tensors import address, check_linear, declines_floats, format_beside, whole_vectors
 from octavo_kernels.cpu.threads import run
 from octavo_kernels.cpu.vector_ir import FLOAT32, FORMAT_BYTES, LANES
@@ -56,29 +56,25 @@ ARGUMENTS = fields(
 addresses of terms, the tiles of tokens of a block, and the group of tiles and of pairs of panels that are computed."""
 
 
-@functools.cache
-def _split_x_task() -> int:
+@task
+def _split_x_task(arguments: int, begin: int, end: int) -> None:
     """Task over a group's tiles of tokens."""
-
-    def split(arguments: int, begin: int, end: int) -> None:
-        a = read(arguments, ARGUMENTS)
-        normed = np.empty(a.width, np.float32)
-        for tile in range(begin, end):
-            out = a.x_terms + tile * a.steps * X_TERMS * TILE_BYTES
-            for row in range(LANES):
-                t = (a.first_tile + tile) * LANES + row
-                x = a.x + 4 * a.width * t
-                if t >= a.T:
-                    normed[:] = 0
-                    x = normed.ctypes.data
-                elif a.norm:
-                    normalise_row(x, a.norm, normed.ctypes.data, a.width, a.K, a.eps)
-                    x = normed.ctypes.data
-                split_row(FLOAT32, x, a.width // LANES, out + 4 * LANES * row)
-            turn_tiles(out, a.steps * X_TERMS)
-        keep(normed)
-
-    return compiled_task(split)
+    a = read(arguments, ARGUMENTS)
+    normed = np.empty(a.width, np.float32)
+    for tile in range(begin, end):
+        out = a.x_terms + tile * a.steps * X_TERMS * TILE_BYTES
+        for row in range(LANES):
+            t = (a.first_tile + tile) * LANES + row
+            x = a.x + 4 * a.width * t
+            if t >= a.T:
+                normed[:] = 0
+                x = normed.ctypes.data
+            elif a.norm:
+                normalise_row(x, a.norm, normed.ctypes.data, a.width, a.K, a.eps)
+                x = normed.ctypes.data
+            split_row(FLOAT32, x, a.width // LANES, out + 4 * LANES * row)
+        turn_tiles(out, a.steps * X_TERMS)
+    keep(normed)
 
 
 @inlined
@@ -197,12 +193,11 @@ def encoder_linear_numba(x_TK: Tensor, weight_NK: Tensor, fused: Fused = PLAIN) 
     residual = None if residual_TN is None else residual_TN.float()
     out_TN = residual if residual is not None else torch.empty(T, fused.width(N))
     width = x.shape[1]
-    arguments = np.empty(1, ARGUMENTS)
-    arguments[0] = (
+    values = (
         *(address(bias), address(residual), out_TN.data_ptr(), GATES[activation], T, N),
         *(_split_x_task(), _split_weight_task(number_format), _multiply_task(number_format)),
         *(x.data_ptr(), address(norm), eps, weight.data_ptr(), K, width, -(-width // STEP)),
         *([0] * 7),
     )
-    call(_driver(number_format), arguments)
+    call(_driver(number_format), ARGUMENTS, values)
     return out_TN.to(x_TK.dtype)

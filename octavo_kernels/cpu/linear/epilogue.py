@@ -6,23 +6,10 @@ from typing import Any
 
 import numpy as np
 from llvmlite import ir
-from numba import types
 
 from octavo_kernels.cpu.compiled import emitted, inlined
 from octavo_kernels.cpu.memory import view
-from octavo_kernels.cpu.vector_ir import (
-    LANES,
-    F32x16,
-    Loop,
-    call,
-    constant,
-    exp,
-    fma,
-    i64,
-    load,
-    offset,
-    store,
-)
+from octavo_kernels.cpu.vector_ir import LANES, F32x16, Loop, call, constant, exp, fma, i64, load, offset, store
 
 NO_GATE, SILU, GELU_TANH = 0, 1, 2
 GATES = {None: NO_GATE, "silu": SILU, "gelu_tanh": GELU_TANH}
@@ -45,39 +32,25 @@ def gated(b: ir.IRBuilder, gate: ir.Value, x: ir.Value, up: ir.Value) -> ir.Valu
     return b.fmul(b.fdiv(b.fmul(x, above), b.fadd(one, e)), up)
 
 
-@emitted
+@emitted()
 def _finish_full(
-    context: Any,
-    gate: Any,
-    sums: Any,
-    ups: Any,
-    bias: Any,
-    bias_up: Any,
-    residual: Any,
-    out: Any,
-    stride: Any,
-    num_tokens: Any,
-) -> Any:
+    b: ir.IRBuilder, gate: ir.Value, sums: ir.Value, ups: ir.Value, bias: ir.Value, bias_up: ir.Value,
+    residual: ir.Value, out: ir.Value, stride: ir.Value, num_tokens: ir.Value,
+) -> None:  # fmt: skip
     """Tiles ``sums`` and ``ups`` to sixteen columns of ``out``, whose rows are ``stride`` bytes apart."""
-
-    def emit(c: Any, b: ir.IRBuilder, _s: Any, args: Any) -> ir.Value:
-        gate, sums, ups, bias, bias_up, residual, out, stride, num_tokens = args
-        has_bias, has_gate, has_residual = (b.icmp_signed("!=", x, i64(0)) for x in (bias, gate, residual))
-        with Loop(b, num_tokens, []) as loop:
-            here, up = (offset(b, x, (loop.index, TILE_BYTES)) for x in (sums, ups))
+    has_bias, has_gate, has_residual = (b.icmp_signed("!=", x, i64(0)) for x in (bias, gate, residual))
+    with Loop(b, num_tokens, []) as loop:
+        here, up = (offset(b, x, (loop.index, TILE_BYTES)) for x in (sums, ups))
+        with b.if_then(has_bias):
+            store(b, b.fadd(load(b, F32x16, here), load(b, F32x16, bias)), here)
+        with b.if_then(has_gate):
             with b.if_then(has_bias):
-                store(b, b.fadd(load(b, F32x16, here), load(b, F32x16, bias)), here)
-            with b.if_then(has_gate):
-                with b.if_then(has_bias):
-                    store(b, b.fadd(load(b, F32x16, up), load(b, F32x16, bias_up)), up)
-                store(b, gated(b, gate, load(b, F32x16, here), load(b, F32x16, up)), here)
-            row = b.mul(stride, loop.index)
-            with b.if_then(has_residual):
-                store(b, b.fadd(load(b, F32x16, here), load(b, F32x16, b.add(residual, row))), here)
-            store(b, load(b, F32x16, here), b.add(out, row))
-        return c.get_dummy_value()
-
-    return types.void(*([types.intp] * 9)), emit
+                store(b, b.fadd(load(b, F32x16, up), load(b, F32x16, bias_up)), up)
+            store(b, gated(b, gate, load(b, F32x16, here), load(b, F32x16, up)), here)
+        row = b.mul(stride, loop.index)
+        with b.if_then(has_residual):
+            store(b, b.fadd(load(b, F32x16, here), load(b, F32x16, b.add(residual, row))), here)
+        store(b, load(b, F32x16, here), b.add(out, row))
 
 
 @inlined

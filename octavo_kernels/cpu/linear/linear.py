@@ -14,11 +14,11 @@ from torch import Tensor
 
 from octavo.ops.linear import PLAIN, Fused, compose, linear
 from octavo_kernels.cpu.calls import call
-from octavo_kernels.cpu.compiled import Constant, compiled_driver, compiled_task, inlined
+from octavo_kernels.cpu.compiled import Constant, compiled_task, driver, inlined, task
 from octavo_kernels.cpu.linear.dense_dot import TILES, dense_dot
 from octavo_kernels.cpu.linear.epilogue import EPILOGUE, GATES, finish
 from octavo_kernels.cpu.memory import fields, keep, read
-from octavo_kernels.cpu.rows.rms_norm import normalise_row
+from octavo_kernels.cpu.rows.norms import normalise_row
 from octavo_kernels.cpu.tensors import address, check_linear, declines_floats, format_beside, whole_vectors
 from octavo_kernels.cpu.threads import run
 from octavo_kernels.cpu.vector_ir import FORMAT_BYTES, LANES
@@ -49,17 +49,13 @@ class WeightRows(NamedTuple):
     """Number of columns that share a scale."""
 
 
-@functools.cache
-def _normalise_task() -> int:
+@task
+def _normalise_task(arguments: int, begin: int, end: int) -> None:
     """Task over rows."""
-
-    def normalise(arguments: int, begin: int, end: int) -> None:
-        a = read(arguments, ARGUMENTS)
-        for t in range(begin, end):
-            at = 4 * a.width * t
-            normalise_row(a.x + at, a.norm, a.normed + at, a.width, a.K, a.eps)
-
-    return compiled_task(normalise)
+    a = read(arguments, ARGUMENTS)
+    for t in range(begin, end):
+        at = 4 * a.width * t
+        normalise_row(a.x + at, a.norm, a.normed + at, a.width, a.K, a.eps)
 
 
 @inlined
@@ -112,23 +108,20 @@ def _multiply_task(number_format: int) -> int:
     return compiled_task(multiply)
 
 
-@functools.cache
-def _driver() -> int:
-    def drive(pool: int, arguments: int) -> int:
-        a = read(arguments, ARGUMENTS)
-        normed = np.empty(a.T * a.width if a.norm else 0, np.float32)
-        a.normed = a.x
-        if a.norm:
-            a.normed = normed.ctypes.data
-            run(pool, a.normalise, arguments, a.T, max(1, NUMBERS_A_PIECE // a.width))
-        a.panels, a.rows = ((a.N // 2 if a.gate else a.N) + PANEL - 1) // PANEL, max(1, min(a.T, TOKENS_AT_ONCE))
-        items = a.panels * ((a.T + a.rows - 1) // a.rows)
-        work = a.rows * a.N * a.width // a.panels
-        run(pool, a.multiply, arguments, items, max(1, MULTIPLICATIONS_A_PIECE // work))
-        keep(normed)
-        return 0
-
-    return compiled_driver(drive)
+@driver
+def _driver(pool: int, arguments: int) -> int:
+    a = read(arguments, ARGUMENTS)
+    normed = np.empty(a.T * a.width if a.norm else 0, np.float32)
+    a.normed = a.x
+    if a.norm:
+        a.normed = normed.ctypes.data
+        run(pool, a.normalise, arguments, a.T, max(1, NUMBERS_A_PIECE // a.width))
+    a.panels, a.rows = ((a.N // 2 if a.gate else a.N) + PANEL - 1) // PANEL, max(1, min(a.T, TOKENS_AT_ONCE))
+    items = a.panels * ((a.T + a.rows - 1) // a.rows)
+    work = a.rows * a.N * a.width // a.panels
+    run(pool, a.multiply, arguments, items, max(1, MULTIPLICATIONS_A_PIECE // work))
+    keep(normed)
+    return 0
 
 
 @linear.kernel(device="cpu", name="numba", preference=10, supports=declines_floats)
@@ -156,11 +149,10 @@ def multiply_rows(op: str, x_TK: Tensor, weight: WeightRows, fused: Fused) -> Te
     residual = None if residual_TN is None else residual_TN.float()
     out_TN = residual if residual is not None else torch.empty(T, fused.width(N))
     width, group = x.shape[1], -(-weight.group // LANES) * LANES
-    arguments = np.empty(1, ARGUMENTS)
-    arguments[0] = (
+    values = (
         *(address(bias), address(residual), out_TN.data_ptr(), GATES[activation], T, N),
         *(_normalise_task(), _multiply_task(weight.number_format), x.data_ptr(), 0, address(norm), eps),
         *(weight.data.data_ptr(), K, width, address(weight.scales), group, -(-width // group), 0, 0),
     )
-    call(_driver(), arguments)
+    call(_driver(), ARGUMENTS, values)
     return out_TN.to(x_TK.dtype)

@@ -76,19 +76,14 @@ def room_for_parts(G: int) -> int:
     return 2 * G + 8
 
 
-@emitted
-def _largest(context: Any, num_vectors: Any, x: Any) -> Any:
+@emitted(result=types.float32)
+def _largest(b: ir.IRBuilder, num_vectors: ir.Value, x: ir.Value) -> ir.Value:
     """The largest |x| of a group; the bits of |x|, as integers, sort like the numbers, and NaN sorts above all."""
-
-    def emit(c: Any, b: ir.IRBuilder, _s: Any, args: Any) -> ir.Value:
-        num_vectors, x = args
-        with Loop(b, num_vectors, [constant(I32x16, 0)]) as loop:
-            at = offset(b, x, (loop.index, 4 * LANES))
-            bits = b.and_(load(b, I32x16, at), constant(I32x16, 0x7FFFFFFF))
-            loop.carried = [call(b, "llvm.umax.v16i32", I32x16, [loop.carried[0], bits])]
-        return b.bitcast(call(b, "llvm.vector.reduce.umax.v16i32", I32, loop.results), F32)
-
-    return types.float32(types.intp, types.intp), emit
+    with Loop(b, num_vectors, [constant(I32x16, 0)]) as loop:
+        at = offset(b, x, (loop.index, 4 * LANES))
+        bits = b.and_(load(b, I32x16, at), constant(I32x16, 0x7FFFFFFF))
+        loop.carried = [call(b, "llvm.umax.v16i32", I32x16, [loop.carried[0], bits])]
+    return b.bitcast(call(b, "llvm.vector.reduce.umax.v16i32", I32, loop.results), F32)
 
 
 def _rounded(b: ir.IRBuilder, x: ir.Value, inverse: ir.Value) -> ir.Value:
@@ -98,41 +93,31 @@ def _rounded(b: ir.IRBuilder, x: ir.Value, inverse: ir.Value) -> ir.Value:
     return b.sub(b.bitcast(shifted, I32x16), b.bitcast(constant(F32x16, ROUNDER), I32x16))
 
 
-@emitted
-def _round_group(context: Any, num_vectors: Any, x: Any, inverse: Any, out: Any) -> Any:
+@emitted(result=types.int32, inverse=types.float32)
+def _round_group(b: ir.IRBuilder, num_vectors: ir.Value, x: ir.Value, inverse: ir.Value, out: ir.Value) -> ir.Value:
     """Round floats at ``x`` times ``inverse`` to int8 at ``out``; returns their sum."""
-
-    def emit(c: Any, b: ir.IRBuilder, _s: Any, args: Any) -> ir.Value:
-        num_vectors, x, inverse, out = args
-        factor = splat(b, inverse)
-        with Loop(b, num_vectors, [constant(I32x16, 0)]) as loop:
-            whole = _rounded(b, load(b, F32x16, offset(b, x, (loop.index, 4 * LANES))), factor)
-            store(b, b.trunc(whole, ir.VectorType(I8, LANES)), offset(b, out, (loop.index, LANES)))
-            loop.carried = [b.add(loop.carried[0], whole)]
-        return call(b, "llvm.vector.reduce.add.v16i32", I32, loop.results)
-
-    return types.int32(types.intp, types.intp, types.float32, types.intp), emit
+    factor = splat(b, inverse)
+    with Loop(b, num_vectors, [constant(I32x16, 0)]) as loop:
+        whole = _rounded(b, load(b, F32x16, offset(b, x, (loop.index, 4 * LANES))), factor)
+        store(b, b.trunc(whole, ir.VectorType(I8, LANES)), offset(b, out, (loop.index, LANES)))
+        loop.carried = [b.add(loop.carried[0], whole)]
+    return call(b, "llvm.vector.reduce.add.v16i32", I32, loop.results)
 
 
-@emitted
+@emitted(limit=types.float32, step=types.float32, inverse=types.float32)
 def _take_large(
-    context: Any, num_vectors: Any, x: Any, limit: Any, step: Any, inverse: Any, rest: Any, taken: Any
-) -> Any:
+    b: ir.IRBuilder, num_vectors: ir.Value, x: ir.Value, limit: ir.Value, step: ir.Value, inverse: ir.Value,
+    rest: ir.Value, taken: ir.Value,
+) -> None:  # fmt: skip
     """Quantise a group's floats above ``limit`` to int8 at ``taken``; store the remainders in ``rest``."""
-
-    def emit(c: Any, b: ir.IRBuilder, _s: Any, args: Any) -> ir.Value:
-        num_vectors, x, limit, step, inverse, rest, taken = args
-        limit, step, inverse = splat(b, limit), splat(b, b.fneg(step)), splat(b, inverse)
-        with Loop(b, num_vectors, []) as loop:
-            vector = load(b, F32x16, offset(b, x, (loop.index, 4 * LANES)))
-            is_large = b.fcmp_ordered(">", call(b, "llvm.fabs.v16f32", F32x16, [vector]), limit)
-            whole = b.select(is_large, _rounded(b, vector, inverse), constant(I32x16, 0))
-            store(b, b.trunc(whole, ir.VectorType(I8, LANES)), offset(b, taken, (loop.index, LANES)))
-            left = fma(b, b.sitofp(whole, F32x16), step, vector)
-            store(b, left, offset(b, rest, (loop.index, 4 * LANES)))
-        return c.get_dummy_value()
-
-    return types.void(types.intp, types.intp, *[types.float32] * 3, types.intp, types.intp), emit
+    limit, step, inverse = splat(b, limit), splat(b, b.fneg(step)), splat(b, inverse)
+    with Loop(b, num_vectors, []) as loop:
+        vector = load(b, F32x16, offset(b, x, (loop.index, 4 * LANES)))
+        is_large = b.fcmp_ordered(">", call(b, "llvm.fabs.v16f32", F32x16, [vector]), limit)
+        whole = b.select(is_large, _rounded(b, vector, inverse), constant(I32x16, 0))
+        store(b, b.trunc(whole, ir.VectorType(I8, LANES)), offset(b, taken, (loop.index, LANES)))
+        left = fma(b, b.sitofp(whole, F32x16), step, vector)
+        store(b, left, offset(b, rest, (loop.index, 4 * LANES)))
 
 
 @inlined

@@ -16,10 +16,9 @@ import functools
 from typing import Any
 
 from llvmlite import ir
-from numba import types
 
 from octavo_kernels.cpu.attention.attention_turned import turned
-from octavo_kernels.cpu.compiled import emitted
+from octavo_kernels.cpu.compiled import Constant, emitted
 from octavo_kernels.cpu.host import missing
 from octavo_kernels.cpu.vector_ir import (
     FORMAT_BYTES,
@@ -83,57 +82,45 @@ def declines() -> str | None:
     return "the operating system does not lend the tiles' registers (AMX)" if failed else None
 
 
-@emitted
-def take_tiles(context: Any, num_rows: Any, row_bytes: Any) -> Any:
+@emitted()
+def take_tiles(b: ir.IRBuilder, num_rows: Constant, row_bytes: Constant) -> None:
     """Set the tiles' sizes: sums have ``num_rows`` rows, and tiles from X_TILE on as many of ``row_bytes``. Both are
     constants. ``give_tiles`` must follow on the same thread."""
-    rows, width = num_rows.literal_value, row_bytes.literal_value
-    widths, heights = [64, 0] * X_TILE + [width, 0] * 2, [rows] * WEIGHT_TILE + [width // 4] * 2 + [rows] * 2
+    widths, heights = (
+        [64, 0] * X_TILE + [row_bytes, 0] * 2,
+        [num_rows] * WEIGHT_TILE + [row_bytes // 4] * 2 + [num_rows] * 2,
+    )
     sizes = bytes([1, *[0] * 15, *widths, *[0] * 16, *heights, *[0] * 8])
-
-    def emit(c: Any, b: ir.IRBuilder, _s: Any, args: Any) -> ir.Value:
-        kind = ir.ArrayType(I8, len(sizes))
-        place = b.alloca(kind)
-        b.store(ir.Constant(kind, bytearray(sizes)), place)
-        call(b, "llvm.x86.ldtilecfg", ir.VoidType(), [b.bitcast(place, I8.as_pointer())])
-        return c.get_dummy_value()
-
-    return types.void(num_rows, row_bytes), emit
+    kind = ir.ArrayType(I8, len(sizes))
+    place = b.alloca(kind)
+    b.store(ir.Constant(kind, bytearray(sizes)), place)
+    call(b, "llvm.x86.ldtilecfg", ir.VoidType(), [b.bitcast(place, I8.as_pointer())])
 
 
-@emitted
-def give_tiles(context: Any) -> Any:
+@emitted()
+def give_tiles(b: ir.IRBuilder) -> None:
     """Empty the tiles, which the system need not save any more."""
-
-    def emit(c: Any, b: ir.IRBuilder, _s: Any, args: Any) -> ir.Value:
-        call(b, "llvm.x86.tilerelease", ir.VoidType(), [])
-        return c.get_dummy_value()
-
-    return types.void(), emit
+    call(b, "llvm.x86.tilerelease", ir.VoidType(), [])
 
 
-@emitted
-def split_row(context: Any, number_format: Any, row: Any, num_vectors: Any, out: Any) -> Any:
+@emitted()
+def split_row(b: ir.IRBuilder, number_format: Constant, row: ir.Value, num_vectors: ir.Value, out: ir.Value) -> None:
     """Write the terms of a row of ``num_vectors`` vectors of 16 numbers of a format, the first at ``out``.
 
     Each term of each step is a row of a tile.
     """
-    kind = number_format.literal_value
-    num_terms = WEIGHT_TERMS[kind]
-
-    def emit(c: Any, b: ir.IRBuilder, _s: Any, args: Any) -> ir.Value:
-        _, row, num_vectors, out = args
-        with Loop(b, b.lshr(num_vectors, i64(1)), []) as loop:
-            at = offset(b, row, (loop.index, STEP * FORMAT_BYTES[kind]))
-            halves = [load_floats(b, kind, at, LANES * FORMAT_BYTES[kind] * i) for i in range(2)]
-            _store_terms(b, halves, num_terms, offset(b, out, (loop.index, TILE_BYTES * num_terms)))
-        with b.if_then(b.trunc(num_vectors, ir.IntType(1))):
-            last = b.sub(num_vectors, i64(1))
-            halves = [load_floats(b, kind, offset(b, row, (last, LANES * FORMAT_BYTES[kind]))), constant(F32x16, 0.0)]
-            _store_terms(b, halves, num_terms, offset(b, out, (b.lshr(last, i64(1)), TILE_BYTES * num_terms)))
-        return c.get_dummy_value()
-
-    return types.void(number_format, *([types.intp] * 3)), emit
+    num_terms = WEIGHT_TERMS[number_format]
+    with Loop(b, b.lshr(num_vectors, i64(1)), []) as loop:
+        at = offset(b, row, (loop.index, STEP * FORMAT_BYTES[number_format]))
+        halves = [load_floats(b, number_format, at, LANES * FORMAT_BYTES[number_format] * i) for i in range(2)]
+        _store_terms(b, halves, num_terms, offset(b, out, (loop.index, TILE_BYTES * num_terms)))
+    with b.if_then(b.trunc(num_vectors, ir.IntType(1))):
+        last = b.sub(num_vectors, i64(1))
+        halves = [
+            load_floats(b, number_format, offset(b, row, (last, LANES * FORMAT_BYTES[number_format]))),
+            constant(F32x16, 0.0),
+        ]
+        _store_terms(b, halves, num_terms, offset(b, out, (b.lshr(last, i64(1)), TILE_BYTES * num_terms)))
 
 
 def _store_terms(b: ir.IRBuilder, halves: list[ir.Value], num_terms: int, out: ir.Value) -> None:
@@ -147,75 +134,50 @@ def _store_terms(b: ir.IRBuilder, halves: list[ir.Value], num_terms: int, out: i
             halves[i] = b.fsub(halves[i], b.bitcast(upper, F32x16))
 
 
-@emitted
-def turn_tiles(context: Any, tiles: Any, num_tiles: Any) -> Any:
+@emitted()
+def turn_tiles(b: ir.IRBuilder, tiles: ir.Value, num_tiles: ir.Value) -> None:
     """Transpose tiles, each in its place."""
-
-    def emit(c: Any, b: ir.IRBuilder, _s: Any, args: Any) -> ir.Value:
-        tiles, num_tiles = args
-        with Loop(b, num_tiles, []) as loop:
-            at = offset(b, tiles, (loop.index, TILE_BYTES))
-            for i, vector in enumerate(turned(b, [load(b, F32x16, at, VECTOR_BYTES * i) for i in range(LANES)])):
-                store(b, vector, at, VECTOR_BYTES * i)
-        return c.get_dummy_value()
-
-    return types.void(types.intp, types.intp), emit
+    with Loop(b, num_tiles, []) as loop:
+        at = offset(b, tiles, (loop.index, TILE_BYTES))
+        for i, vector in enumerate(turned(b, [load(b, F32x16, at, VECTOR_BYTES * i) for i in range(LANES)])):
+            store(b, vector, at, VECTOR_BYTES * i)
 
 
-@emitted
-def ask_to_write(context: Any, address: Any, stride: Any, num_rows: Any) -> Any:
+@emitted()
+def ask_to_write(b: ir.IRBuilder, address: ir.Value, stride: ir.Value, num_rows: ir.Value) -> None:
     """Prefetch two panels of rows, which the sums are written to: they come while the tiles are multiplied."""
-
-    def emit(c: Any, b: ir.IRBuilder, _s: Any, args: Any) -> ir.Value:
-        hints = [ir.Constant(I32, hint) for hint in (1, 3, 1)]  # to write, to the first level, data
-        with Loop(b, args[2], []) as loop:
-            row = b.add(args[0], b.mul(loop.index, args[1]))
-            for i in range(PANELS):
-                place = b.inttoptr(b.add(row, i64(VECTOR_BYTES * i)), I8.as_pointer())
-                call(b, "llvm.prefetch.p0", ir.VoidType(), [place, *hints])
-        return c.get_dummy_value()
-
-    return types.void(*([types.intp] * 3)), emit
+    hints = [ir.Constant(I32, hint) for hint in (1, 3, 1)]  # to write, to the first level, data
+    with Loop(b, num_rows, []) as loop:
+        row = b.add(address, b.mul(loop.index, stride))
+        for i in range(PANELS):
+            place = b.inttoptr(b.add(row, i64(VECTOR_BYTES * i)), I8.as_pointer())
+            call(b, "llvm.prefetch.p0", ir.VoidType(), [place, *hints])
 
 
-@emitted
+@emitted()
 def multiply_tiles(
-    context: Any,
-    number_format: Any,
-    weight: Any,
-    weight_stride: Any,
-    x: Any,
-    x_stride: Any,
-    num_steps: Any,
-    num_token_tiles: Any,
-    sums: Any,
-    room: Any,
-) -> Any:
+    b: ir.IRBuilder, number_format: Constant, weight: ir.Value, weight_stride: ir.Value, x: ir.Value,
+    x_stride: ir.Value, num_steps: ir.Value, num_token_tiles: ir.Value, sums: ir.Value, room: ir.Value,
+) -> None:  # fmt: skip
     """Two panels of a weight of a format times ``num_token_tiles`` (1 or 2) tiles of tokens.
 
     Strides are from one panel, or one tile of tokens, to the next. ``sums`` gets tiles [PANELS, TOKEN_TILES] of
     float32, outputs by tokens; ``room`` is as large.
     """
-    num_terms = WEIGHT_TERMS[number_format.literal_value]
-
-    def emit(c: Any, b: ir.IRBuilder, _s: Any, args: Any) -> ir.Value:
-        _, weight, weight_stride, x, x_stride, num_steps, num_token_tiles, sums, room = args
-        for count in range(1, TOKEN_TILES + 1):
-            with b.if_then(b.icmp_signed("==", num_token_tiles, i64(count))):
-                w_at = [offset(b, weight, (weight_stride, i)) for i in range(PANELS)]
-                x_at = [offset(b, x, (x_stride, i)) for i in range(count)]
-                _emit_chunk(b, num_terms, w_at, x_at, _least(b, num_steps, i64(CHUNK)), sums)
-                with Loop(b, b.udiv(b.sub(num_steps, i64(1)), i64(CHUNK)), []) as loop:
-                    first = b.mul(b.add(loop.index, i64(1)), i64(CHUNK))
-                    w_on = [offset(b, at, (first, TILE_BYTES * num_terms)) for at in w_at]
-                    x_on = [offset(b, at, (first, TILE_BYTES * X_TERMS)) for at in x_at]
-                    _emit_chunk(b, num_terms, w_on, x_on, _least(b, b.sub(num_steps, first), i64(CHUNK)), room)
-                    with Loop(b, i64(PANELS * TOKEN_TILES * LANES), []) as row:
-                        at, more = (offset(b, base, (row.index, VECTOR_BYTES)) for base in (sums, room))
-                        store(b, b.fadd(load(b, F32x16, at), load(b, F32x16, more)), at)
-        return c.get_dummy_value()
-
-    return types.void(number_format, *([types.intp] * 8)), emit
+    num_terms = WEIGHT_TERMS[number_format]
+    for count in range(1, TOKEN_TILES + 1):
+        with b.if_then(b.icmp_signed("==", num_token_tiles, i64(count))):
+            w_at = [offset(b, weight, (weight_stride, i)) for i in range(PANELS)]
+            x_at = [offset(b, x, (x_stride, i)) for i in range(count)]
+            _emit_chunk(b, num_terms, w_at, x_at, _least(b, num_steps, i64(CHUNK)), sums)
+            with Loop(b, b.udiv(b.sub(num_steps, i64(1)), i64(CHUNK)), []) as loop:
+                first = b.mul(b.add(loop.index, i64(1)), i64(CHUNK))
+                w_on = [offset(b, at, (first, TILE_BYTES * num_terms)) for at in w_at]
+                x_on = [offset(b, at, (first, TILE_BYTES * X_TERMS)) for at in x_at]
+                _emit_chunk(b, num_terms, w_on, x_on, _least(b, b.sub(num_steps, first), i64(CHUNK)), room)
+                with Loop(b, i64(PANELS * TOKEN_TILES * LANES), []) as row:
+                    at, more = (offset(b, base, (row.index, VECTOR_BYTES)) for base in (sums, room))
+                    store(b, b.fadd(load(b, F32x16, at), load(b, F32x16, more)), at)
 
 
 def _least(b: ir.IRBuilder, x: ir.Value, y: ir.Value) -> ir.Value:
@@ -238,12 +200,7 @@ def tile_store(b: ir.IRBuilder, tile: int, address: ir.Value, row_bytes: int) ->
 
 
 def _emit_chunk(
-    b: ir.IRBuilder,
-    num_terms: int,
-    w_at: list[ir.Value],
-    x_at: list[ir.Value],
-    num_steps: ir.Value,
-    out: ir.Value,
+    b: ir.IRBuilder, num_terms: int, w_at: list[ir.Value], x_at: list[ir.Value], num_steps: ir.Value, out: ir.Value
 ) -> None:
     """Products of up to CHUNK steps, from the addresses of tiles on, to ``out``."""
     places = {(i, j): TOKEN_TILES * i + j for i in range(PANELS) for j in range(len(x_at))}

@@ -8,13 +8,13 @@ from typing import Any, Literal
 import numpy as np
 import torch
 from llvmlite import ir
-from numba import types
 from torch import Tensor
 
 from octavo.ops.causal_conv import causal_conv
+from octavo.ops.gated_conv import gated_conv
 from octavo.ops.recurrence import StateRows
 from octavo_kernels.cpu.calls import call
-from octavo_kernels.cpu.compiled import compiled_driver, compiled_task, emitted, inlined
+from octavo_kernels.cpu.compiled import compiled_task, driver, emitted, inlined
 from octavo_kernels.cpu.linear.epilogue import NO_GATE, SILU, gated
 from octavo_kernels.cpu.memory import fields, keep, read, view
 from octavo_kernels.cpu.recurrent.recurrence import fits, rows_of, state_arguments
@@ -33,66 +33,57 @@ ARGUMENTS = fields(
 """Rows of ``x`` and of the gates ``before`` and ``after`` the convolution (0: none) are ``stride`` bytes apart."""
 
 
-@emitted
-def _weigh(context: Any, width: Any, inputs: Any, weight: Any, bias: Any, activation: Any, out: Any) -> Any:
+@emitted()
+def _weigh(
+    b: ir.IRBuilder, width: ir.Value, inputs: ir.Value, weight: ir.Value, bias: ir.Value, activation: ir.Value,
+    out: ir.Value,
+) -> None:  # fmt: skip
     """A row of BLOCK outputs, from ``width`` rows of inputs and of weights; all but the first are addresses."""
-
-    def emit(c: Any, b: ir.IRBuilder, _s: Any, args: Any) -> ir.Value:
-        width, inputs, weight, bias, activation, out = args
-        vectors = [4 * LANES * v for v in range(BLOCK // LANES)]
-        with Loop(b, width, [load(b, F32x16, bias, at) for at in vectors]) as loop:
-            x, factors = (offset(b, base, (loop.index, 4 * BLOCK)) for base in (inputs, weight))
-            products = [(load(b, F32x16, factors, at), load(b, F32x16, x, at)) for at in vectors]
-            loop.carried = [fma(b, *pair, total) for pair, total in zip(products, loop.carried, strict=True)]
-        is_gated = b.icmp_signed("==", activation, i64(SILU))
-        for at, total in zip(vectors, loop.results, strict=True):
-            acted = gated(b, i64(SILU), total, constant(F32x16, 1.0))
-            store(b, b.select(is_gated, acted, total), out, at)
-        return c.get_dummy_value()
-
-    return types.void(*([types.intp] * 6)), emit
+    vectors = [4 * LANES * v for v in range(BLOCK // LANES)]
+    with Loop(b, width, [load(b, F32x16, bias, at) for at in vectors]) as loop:
+        x, factors = (offset(b, base, (loop.index, 4 * BLOCK)) for base in (inputs, weight))
+        products = [(load(b, F32x16, factors, at), load(b, F32x16, x, at)) for at in vectors]
+        loop.carried = [fma(b, *pair, total) for pair, total in zip(products, loop.carried, strict=True)]
+    is_gated = b.icmp_signed("==", activation, i64(SILU))
+    for at, total in zip(vectors, loop.results, strict=True):
+        acted = gated(b, i64(SILU), total, constant(F32x16, 1.0))
+        store(b, b.select(is_gated, acted, total), out, at)
 
 
-@emitted
+@emitted()
 def _advance(
-    context: Any, width: Any, past: Any, past_stride: Any, x: Any, before: Any, after: Any, weight: Any, bias: Any,
-    activation: Any, out: Any,
-) -> Any:  # fmt: skip
+    b: ir.IRBuilder, width: ir.Value, past: ir.Value, past_stride: ir.Value, x: ir.Value, before: ir.Value,
+    after: ir.Value, weight: ir.Value, bias: ir.Value, activation: ir.Value, out: ir.Value,
+) -> None:  # fmt: skip
     """A row of BLOCK outputs of a sequence that has been computed before, and its next state: ``width`` - 1 rows.
 
     All but the first, the stride in bytes of the state's rows and the activation are addresses; gates may be 0: none.
     """
+    vectors = [4 * LANES * v for v in range(BLOCK // LANES)]
 
-    def emit(c: Any, b: ir.IRBuilder, _s: Any, args: Any) -> ir.Value:
-        width, past, past_stride, x, before, after, weight, bias, activation, out = args
-        vectors = [4 * LANES * v for v in range(BLOCK // LANES)]
+    def factors(address: ir.Value) -> list[ir.Value]:
+        is_given = b.icmp_signed("!=", address, i64(0))
+        readable, one = b.select(is_given, address, x), constant(F32x16, 1.0)
+        return [b.select(is_given, load(b, F32x16, readable, at), one) for at in vectors]
 
-        def factors(address: ir.Value) -> list[ir.Value]:
-            is_given = b.icmp_signed("!=", address, i64(0))
-            readable, one = b.select(is_given, address, x), constant(F32x16, 1.0)
-            return [b.select(is_given, load(b, F32x16, readable, at), one) for at in vectors]
-
-        newest = [b.fmul(load(b, F32x16, x, at), gate) for at, gate in zip(vectors, factors(before), strict=True)]
-        oldest, last = [load(b, F32x16, past, at) for at in vectors], b.sub(width, i64(1))
-        pairs = zip(vectors, oldest, strict=True)
-        totals = [fma(b, load(b, F32x16, weight, at), y, load(b, F32x16, bias, at)) for at, y in pairs]
-        with Loop(b, b.sub(last, i64(1)), totals) as loop:
-            to, w = b.add(past, b.mul(loop.index, past_stride)), b.add(loop.index, i64(1))
-            source, own = b.add(to, past_stride), offset(b, weight, (w, 4 * BLOCK))
-            for v, at in enumerate(vectors):
-                y = load(b, F32x16, source, at)
-                loop.carried[v] = fma(b, load(b, F32x16, own, at), y, loop.carried[v])
-                store(b, y, to, at)
-        own, to = offset(b, weight, (last, 4 * BLOCK)), b.add(past, b.mul(b.sub(last, i64(1)), past_stride))
-        is_gated = b.icmp_signed("==", activation, i64(SILU))
-        for at, y, total, gate in zip(vectors, newest, loop.results, factors(after), strict=True):
+    newest = [b.fmul(load(b, F32x16, x, at), gate) for at, gate in zip(vectors, factors(before), strict=True)]
+    oldest, last = [load(b, F32x16, past, at) for at in vectors], b.sub(width, i64(1))
+    pairs = zip(vectors, oldest, strict=True)
+    totals = [fma(b, load(b, F32x16, weight, at), y, load(b, F32x16, bias, at)) for at, y in pairs]
+    with Loop(b, b.sub(last, i64(1)), totals) as loop:
+        to, w = b.add(past, b.mul(loop.index, past_stride)), b.add(loop.index, i64(1))
+        source, own = b.add(to, past_stride), offset(b, weight, (w, 4 * BLOCK))
+        for v, at in enumerate(vectors):
+            y = load(b, F32x16, source, at)
+            loop.carried[v] = fma(b, load(b, F32x16, own, at), y, loop.carried[v])
             store(b, y, to, at)
-            total = fma(b, load(b, F32x16, own, at), y, total)
-            acted = b.select(is_gated, gated(b, i64(SILU), total, constant(F32x16, 1.0)), total)
-            store(b, b.fmul(acted, gate), out, at)
-        return c.get_dummy_value()
-
-    return types.void(*([types.intp] * 10)), emit
+    own, to = offset(b, weight, (last, 4 * BLOCK)), b.add(past, b.mul(b.sub(last, i64(1)), past_stride))
+    is_gated = b.icmp_signed("==", activation, i64(SILU))
+    for at, y, total, gate in zip(vectors, newest, loop.results, factors(after), strict=True):
+        store(b, y, to, at)
+        total = fma(b, load(b, F32x16, own, at), y, total)
+        acted = b.select(is_gated, gated(b, i64(SILU), total, constant(F32x16, 1.0)), total)
+        store(b, b.fmul(acted, gate), out, at)
 
 
 @inlined
@@ -188,16 +179,13 @@ def _task() -> int:
     return compiled_task(convolve)
 
 
-@functools.cache
-def _driver() -> int:
-    def drive(pool: int, arguments: int) -> int:
-        a = read(arguments, ARGUMENTS)
-        if not fits(a):
-            return 1
-        run(pool, a.convolve, arguments, (a.C + BLOCK - 1) // BLOCK, max(1, NUMBERS_A_PIECE // (BLOCK * max(1, a.T))))
-        return 0
-
-    return compiled_driver(drive)
+@driver
+def _driver(pool: int, arguments: int) -> int:
+    a = read(arguments, ARGUMENTS)
+    if not fits(a):
+        return 1
+    run(pool, a.convolve, arguments, (a.C + BLOCK - 1) // BLOCK, max(1, NUMBERS_A_PIECE // (BLOCK * max(1, a.T))))
+    return 0
 
 
 def convolve(
@@ -215,13 +203,12 @@ def convolve(
         raise ValueError(f"causal_conv: {W} weights of {C} channels, x {list(x_TC.shape)}, state {list(state.shape)}")
     weight, bias = weight_WC.float().contiguous(), None if bias_C is None else bias_C.float().contiguous()
     out_TC = torch.empty(T, C)
-    arguments = np.empty(1, ARGUMENTS)
-    arguments[0] = (
+    values = (
         *(*state_arguments(rows, T, state), _task(), C, W),
         *(x_TC.data_ptr(), address(before), address(after), 4 * x_TC.stride(0)),
         *(weight.data_ptr(), address(bias), SILU if activation else NO_GATE, out_TC.data_ptr()),
     )
-    call(_driver(), arguments, "causal_conv: rows or slots do not fit the tensors")
+    call(_driver(), ARGUMENTS, values, "causal_conv: rows or slots do not fit the tensors")
     return out_TC
 
 
@@ -236,3 +223,12 @@ def causal_conv_numba(
 ) -> Tensor:
     """See ``ops.causal_conv``. Raises ``IndexError`` when rows or slots do not fit the tensors."""
     return convolve((rows_of(x_TC), None, None), weight_WC, bias_C, state, rows, activation)
+
+
+@gated_conv.kernel(device="cpu", name="numba", preference=10, supports=declines_activations)
+def gated_conv_numba(
+    bcx_T3C: Tensor, weight_WC: Tensor, bias_C: Tensor | None, state: Tensor, rows: StateRows
+) -> Tensor:
+    """See ``ops.gated_conv``. Raises ``IndexError`` when rows or slots do not fit the tensors."""
+    b_TC, c_TC, x_TC = rows_of(bcx_T3C).chunk(3, dim=-1)
+    return convolve((x_TC, b_TC, c_TC), weight_WC, bias_C, state, rows, None)

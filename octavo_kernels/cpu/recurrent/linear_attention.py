@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import functools
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import torch
 from llvmlite import ir
-from numba import types
 from torch import Tensor
 
 from octavo.ops.linear_attention import linear_attention
 from octavo.ops.recurrence import StateRows
 from octavo_kernels.cpu.calls import call
-from octavo_kernels.cpu.compiled import compiled_driver, compiled_task, emitted
+from octavo_kernels.cpu.compiled import driver, emitted, task
 from octavo_kernels.cpu.linear.epilogue import NO_GATE, SILU, gated
 from octavo_kernels.cpu.memory import fields, keep, read, view
 from octavo_kernels.cpu.recurrent.recurrence import PLAIN, STATE, fits, recur_all, recur_task, state_arguments
@@ -26,54 +24,41 @@ NUMBERS_A_PIECE = 8192
 ARGUMENTS = fields(STATE, "prepare qkv width rates activation")
 
 
-@emitted
-def _activate(context: Any, x: Any, out: Any, num_vectors: Any, activation: Any) -> Any:
+@emitted()
+def _activate(b: ir.IRBuilder, x: ir.Value, out: ir.Value, num_vectors: ir.Value, activation: ir.Value) -> None:
     """act(x) of ``num_vectors`` vectors from one address to another."""
-
-    def emit(c: Any, b: ir.IRBuilder, _s: Any, args: Any) -> ir.Value:
-        x, out, num_vectors, activation = args
-        is_gated = b.icmp_signed("==", activation, i64(SILU))
-        with Loop(b, num_vectors, []) as loop:
-            number = load(b, F32x16, offset(b, x, (loop.index, 4 * LANES)))
-            acted = gated(b, i64(SILU), number, constant(F32x16, 1.0))
-            store(b, b.select(is_gated, acted, number), offset(b, out, (loop.index, 4 * LANES)))
-        return c.get_dummy_value()
-
-    return types.void(*([types.intp] * 4)), emit
+    is_gated = b.icmp_signed("==", activation, i64(SILU))
+    with Loop(b, num_vectors, []) as loop:
+        number = load(b, F32x16, offset(b, x, (loop.index, 4 * LANES)))
+        acted = gated(b, i64(SILU), number, constant(F32x16, 1.0))
+        store(b, b.select(is_gated, acted, number), offset(b, out, (loop.index, 4 * LANES)))
 
 
-@functools.cache
-def _prepare_task() -> int:
+@task
+def _prepare_task(arguments: int, begin: int, end: int) -> None:
     """Task over rows."""
-
-    def prepare(arguments: int, begin: int, end: int) -> None:
-        a = read(arguments, ARGUMENTS)
-        rates = view(a.rates, a.N, np.float32)
-        for t in range(begin, end):
-            _activate(a.qkv + 4 * t * a.width, a.q + 4 * t * a.width, a.width // LANES, a.activation)
-            decays = view(a.decay + 4 * t * a.N, a.N, np.float32)
-            for n in range(a.N):
-                decays[n] = rates[n]
-
-    return compiled_task(prepare)
+    a = read(arguments, ARGUMENTS)
+    rates = view(a.rates, a.N, np.float32)
+    for t in range(begin, end):
+        _activate(a.qkv + 4 * t * a.width, a.q + 4 * t * a.width, a.width // LANES, a.activation)
+        decays = view(a.decay + 4 * t * a.N, a.N, np.float32)
+        for n in range(a.N):
+            decays[n] = rates[n]
 
 
-@functools.cache
-def _driver() -> int:
-    def drive(pool: int, arguments: int) -> int:
-        a = read(arguments, ARGUMENTS)
-        if not fits(a):
-            return 1
-        decays, numbers = np.empty(a.T * a.N, np.float32), np.empty(a.T * a.width, np.float32)
-        a.decay, a.q = decays.ctypes.data, numbers.ctypes.data
-        a.k = a.q + 4 * a.N * a.K
-        a.v = a.k + 4 * a.N * a.K
-        run(pool, a.prepare, arguments, a.T, max(1, NUMBERS_A_PIECE // a.width))
-        recur_all(pool, arguments)
-        keep((decays, numbers))
-        return 0
-
-    return compiled_driver(drive)
+@driver
+def _driver(pool: int, arguments: int) -> int:
+    a = read(arguments, ARGUMENTS)
+    if not fits(a):
+        return 1
+    decays, numbers = np.empty(a.T * a.N, np.float32), np.empty(a.T * a.width, np.float32)
+    a.decay, a.q = decays.ctypes.data, numbers.ctypes.data
+    a.k = a.q + 4 * a.N * a.K
+    a.v = a.k + 4 * a.N * a.K
+    run(pool, a.prepare, arguments, a.T, max(1, NUMBERS_A_PIECE // a.width))
+    recur_all(pool, arguments)
+    keep((decays, numbers))
+    return 0
 
 
 @linear_attention.kernel(device="cpu", name="numba", preference=10, supports=declines_activations)
@@ -87,11 +72,10 @@ def linear_attention_numba(
         raise ValueError(f"linear_attention: {N} heads, {C} columns, state {list(state.shape)} of {state.dtype}")
     qkv, decay = whole_vectors(qkv_TC), decay_N.float().contiguous()
     width, out = qkv.shape[1], torch.empty(T, N * H)
-    arguments = np.empty(1, ARGUMENTS)
-    arguments[0] = (
+    values = (
         *(*state_arguments(rows, T, state), recur_task(FORMATS[state.dtype], PLAIN), N, H, H),
         *(0, 0, 4 * width, 1, 0, 4 * width, 0, 0, 0, out.data_ptr()),
         *(_prepare_task(), qkv.data_ptr(), width, decay.data_ptr(), SILU if activation else NO_GATE),
     )
-    call(_driver(), arguments, "linear_attention: rows or slots do not fit the tensors")
+    call(_driver(), ARGUMENTS, values, "linear_attention: rows or slots do not fit the tensors")
     return out

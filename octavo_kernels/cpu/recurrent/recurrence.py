@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 import torch
 from llvmlite import ir
-from numba import types
 from torch import Tensor
 
 from octavo.ops.recurrence import StateRows
@@ -106,23 +105,12 @@ def recur_all(pool: int, arguments: int) -> None:
     run(pool, a.recur, arguments, items, max(1, items * MULTIPLICATIONS_A_PIECE // max(1, work)))
 
 
-@emitted
+@emitted()
 def _advance(
-    context: Any,
-    number_format: Any,
-    rule: Any,
-    steps: Any,
-    block: Any,
-    stride: Any,
-    decay: Any,
-    key: Any,
-    decayed_key: Any,
-    query: Any,
-    value: Any,
-    beta: Any,
-    out: Any,
-    ahead: Any,
-) -> Any:
+    b: ir.IRBuilder, number_format: Constant, rule: Constant, steps: ir.Value, block: ir.Value, stride: ir.Value,
+    decay: ir.Value, key: ir.Value, decayed_key: ir.Value, query: ir.Value, value: ir.Value, beta: ir.Value,
+    out: ir.Value, ahead: ir.Value,
+) -> None:  # fmt: skip
     """One row: the next state of a block, rounded to a number format, and WIDTH outputs.
 
     The block has a row of WIDTH float32 for each of CHAINS * ``steps`` numbers of the key, ``stride`` bytes apart.
@@ -130,33 +118,27 @@ def _advance(
     All but the first three are addresses of float32, or that stride; the first two are constants. ``decay`` has one
     factor, unless the rule is DELTA_BY_CHANNEL.
     """
-    if not isinstance(number_format, types.IntegerLiteral) or not isinstance(rule, types.IntegerLiteral):
-        return None
-    kind, of_rule = number_format.literal_value, rule.literal_value
-
-    def emit(c: Any, b: ir.IRBuilder, _s: Any, args: Any) -> ir.Value:
-        block, (decay, key, decayed_key, query, value, beta, out, _) = _Block(b, of_rule, args), args[5:]
-        single = None if of_rule == DELTA_BY_CHANNEL else splat(b, load(b, F32, decay))
-        values = [load(b, F32x16, value, 4 * LANES * w) for w in range(VECTORS)]
-        if of_rule != PLAIN:
-            known = block.products(decayed_key)
-            if single is not None:
-                known = [b.fmul(single, x) for x in known]
-            values = [b.fsub(v, x) for v, x in zip(values, known, strict=True)]
-        factor = splat(b, load(b, F32, beta))
-        values = [b.fmul(factor, v) for v in values]
-        for w, total in enumerate(block.update(kind, single, decay, key, values, query)):
-            store(b, total, out, 4 * LANES * w)
-        return c.get_dummy_value()
-
-    return types.void(number_format, rule, *([types.intp] * 11)), emit
+    columns = _Block(b, rule, steps, block, stride, ahead)
+    single = None if rule == DELTA_BY_CHANNEL else splat(b, load(b, F32, decay))
+    values = [load(b, F32x16, value, 4 * LANES * w) for w in range(VECTORS)]
+    if rule != PLAIN:
+        known = columns.products(decayed_key)
+        if single is not None:
+            known = [b.fmul(single, x) for x in known]
+        values = [b.fsub(v, x) for v, x in zip(values, known, strict=True)]
+    factor = splat(b, load(b, F32, beta))
+    values = [b.fmul(factor, v) for v in values]
+    for w, total in enumerate(columns.update(number_format, single, decay, key, values, query)):
+        store(b, total, out, 4 * LANES * w)
 
 
 class _Block:
     """The columns of a state that are computed together."""
 
-    def __init__(self, b: ir.IRBuilder, rule: int, args: Any) -> None:
-        self._b, (self._steps, self._at, self._stride), self._ahead = b, args[2:5], args[-1]
+    def __init__(
+        self, b: ir.IRBuilder, rule: int, steps: ir.Value, at: ir.Value, stride: ir.Value, ahead: ir.Value
+    ) -> None:
+        self._b, self._steps, self._at, self._stride, self._ahead = b, steps, at, stride, ahead
         self._bytes_ahead = 4 * WIDTH * CHAINS // (1 if rule == PLAIN else 2)
         self._zeros = [constant(F32x16, 0.0)] * (CHAINS * VECTORS)
 
@@ -345,25 +327,20 @@ def recur_task(number_format: int, rule: int) -> int:
     return compiled_task(recur)
 
 
-@emitted
+@emitted()
 def _decays(
-    context: Any, dt: Any, bias: Any, rates: Any, limits: Any, num_vectors: Any, steps: Any, decays: Any
-) -> Any:
+    b: ir.IRBuilder, dt: ir.Value, bias: ir.Value, rates: ir.Value, limits: ir.Value, num_vectors: ir.Value,
+    steps: ir.Value, decays: ir.Value,
+) -> None:  # fmt: skip
     """Time steps and decays, ``e ** (rate * step)``, of ``num_vectors`` vectors; the others are addresses."""
-
-    def emit(c: Any, b: ir.IRBuilder, _s: Any, args: Any) -> ir.Value:
-        dt, bias, rates, limits, num_vectors, steps, decays = args
-        low, high = (splat(b, load(b, F32, limits, at)) for at in (0, 4))
-        with Loop(b, num_vectors, []) as loop:
-            at = b.mul(loop.index, i64(4 * LANES))
-            step = softplus(b, b.fadd(load(b, F32x16, b.add(dt, at)), load(b, F32x16, b.add(bias, at))))
-            step = b.select(b.fcmp_ordered("<", step, low), low, step)
-            step = b.select(b.fcmp_ordered(">", step, high), high, step)
-            store(b, step, b.add(steps, at))
-            store(b, exp(b, b.fmul(load(b, F32x16, b.add(rates, at)), step)), b.add(decays, at))
-        return c.get_dummy_value()
-
-    return types.void(*([types.intp] * 7)), emit
+    low, high = (splat(b, load(b, F32, limits, at)) for at in (0, 4))
+    with Loop(b, num_vectors, []) as loop:
+        at = b.mul(loop.index, i64(4 * LANES))
+        step = softplus(b, b.fadd(load(b, F32x16, b.add(dt, at)), load(b, F32x16, b.add(bias, at))))
+        step = b.select(b.fcmp_ordered("<", step, low), low, step)
+        step = b.select(b.fcmp_ordered(">", step, high), high, step)
+        store(b, step, b.add(steps, at))
+        store(b, exp(b, b.fmul(load(b, F32x16, b.add(rates, at)), step)), b.add(decays, at))
 
 
 @inlined

@@ -5,29 +5,20 @@ bits depend on no other row of the step."""
 from __future__ import annotations
 
 import functools
-from typing import Any
 
 import numpy as np
 import torch
 from llvmlite import ir
-from numba import types
 from torch import Tensor
 
 from octavo.ops.recurrence import StateRows
 from octavo.ops.selective_scan import ScanChannels, selective_scan
 from octavo_kernels.cpu.calls import call
-from octavo_kernels.cpu.compiled import compiled_driver, compiled_task, emitted
+from octavo_kernels.cpu.compiled import Constant, compiled_task, driver, emitted
 from octavo_kernels.cpu.half import rounded
 from octavo_kernels.cpu.memory import fields, keep, read, view
-from octavo_kernels.cpu.recurrent.recurrence import (
-    MULTIPLICATIONS_A_PIECE,
-    copy,
-    fits,
-    move,
-    rows_of,
-    state_arguments,
-)
-from octavo_kernels.cpu.tensors import FORMATS, declines_activations
+from octavo_kernels.cpu.recurrent.recurrence import MULTIPLICATIONS_A_PIECE, copy, fits, move, rows_of, state_arguments
+from octavo_kernels.cpu.tensors import FORMATS, declines_activations, rows_at
 from octavo_kernels.cpu.threads import run
 from octavo_kernels.cpu.vector_ir import (
     F32,
@@ -54,49 +45,34 @@ ARGUMENTS = fields(
 """V channels; strides in bytes."""
 
 
-@emitted
-def _rates(context: Any, count: Any, at: Any) -> Any:
+@emitted()
+def _rates(b: ir.IRBuilder, count: ir.Value, at: ir.Value) -> None:
     """``-e ** x`` of ``count`` vectors at an address, in place."""
-
-    def emit(c: Any, b: ir.IRBuilder, _s: Any, args: Any) -> ir.Value:
-        count, at = args
-        with Loop(b, count, []) as loop:
-            place = offset(b, at, (loop.index, 4 * LANES))
-            store(b, b.fneg(exp(b, load(b, F32x16, place))), place)
-        return c.get_dummy_value()
-
-    return types.void(types.intp, types.intp), emit
+    with Loop(b, count, []) as loop:
+        place = offset(b, at, (loop.index, 4 * LANES))
+        store(b, b.fneg(exp(b, load(b, F32x16, place))), place)
 
 
-@emitted
+@emitted()
 def _advance(
-    context: Any, number_format: Any, K: Any, own: Any, rates: Any, x: Any, dt: Any, fixed: Any, b_at: Any, c_at: Any,
-    out: Any,
-) -> Any:  # fmt: skip
+    b: ir.IRBuilder, number_format: Constant, K: ir.Value, own: ir.Value, rates: ir.Value, x_at: ir.Value, dt: ir.Value,
+    fixed: ir.Value, b_at: ir.Value, c_at: ir.Value, out: ir.Value,
+) -> None:  # fmt: skip
     """One row of a vector of channels: its next states ``own`` [K, LANES], rounded to a number format, and outputs.
 
     All but the first two are addresses; ``fixed`` has the biases of time steps and then d.
     """
-    if not isinstance(number_format, types.IntegerLiteral):
-        return None
-    kind = number_format.literal_value
-
-    def emit(c: Any, b: ir.IRBuilder, _s: Any, args: Any) -> ir.Value:
-        _, K, own, rates, x_at, dt, fixed, b_at, c_at, out = args
-        x = load(b, F32x16, x_at)
-        step = softplus(b, b.fadd(load(b, F32x16, dt), load(b, F32x16, fixed)))
-        added = b.fmul(step, x)
-        with Loop(b, K, [constant(F32x16, 0.0)]) as loop:
-            place, rate = (offset(b, base, (loop.index, 4 * LANES)) for base in (own, rates))
-            key, query = (splat(b, load(b, F32, offset(b, base, (loop.index, 4)))) for base in (b_at, c_at))
-            decay = exp(b, b.fmul(load(b, F32x16, rate), step))
-            state = rounded(b, kind, fma(b, key, added, b.fmul(decay, load(b, F32x16, place))))
-            store(b, state, place)
-            loop.carried = [fma(b, query, state, loop.carried[0])]
-        store(b, fma(b, load(b, F32x16, fixed, 4 * LANES), x, loop.results[0]), out)
-        return c.get_dummy_value()
-
-    return types.void(number_format, *([types.intp] * 9)), emit
+    x = load(b, F32x16, x_at)
+    step = softplus(b, b.fadd(load(b, F32x16, dt), load(b, F32x16, fixed)))
+    added = b.fmul(step, x)
+    with Loop(b, K, [constant(F32x16, 0.0)]) as loop:
+        place, rate = (offset(b, base, (loop.index, 4 * LANES)) for base in (own, rates))
+        key, query = (splat(b, load(b, F32, offset(b, base, (loop.index, 4)))) for base in (b_at, c_at))
+        decay = exp(b, b.fmul(load(b, F32x16, rate), step))
+        state = rounded(b, number_format, fma(b, key, added, b.fmul(decay, load(b, F32x16, place))))
+        store(b, state, place)
+        loop.carried = [fma(b, query, state, loop.carried[0])]
+    store(b, fma(b, load(b, F32x16, fixed, 4 * LANES), x, loop.results[0]), out)
 
 
 @functools.cache
@@ -143,18 +119,15 @@ def _task(number_format: int) -> int:
     return compiled_task(scan)
 
 
-@functools.cache
-def _driver() -> int:
-    def drive(pool: int, arguments: int) -> int:
-        a = read(arguments, ARGUMENTS)
-        if not fits(a):
-            return 1
-        items = a.S * ((a.V + LANES - 1) // LANES)
-        work = MULTIPLICATIONS * a.T * a.K * a.V
-        run(pool, a.scan, arguments, items, max(1, items * MULTIPLICATIONS_A_PIECE // max(1, work)))
-        return 0
-
-    return compiled_driver(drive)
+@driver
+def _driver(pool: int, arguments: int) -> int:
+    a = read(arguments, ARGUMENTS)
+    if not fits(a):
+        return 1
+    items = a.S * ((a.V + LANES - 1) // LANES)
+    work = MULTIPLICATIONS * a.T * a.K * a.V
+    run(pool, a.scan, arguments, items, max(1, items * MULTIPLICATIONS_A_PIECE // max(1, work)))
+    return 0
 
 
 @selective_scan.kernel(device="cpu", name="numba", preference=10, supports=declines_activations)
@@ -169,11 +142,10 @@ def selective_scan_numba(
     inputs = [rows_of(x.float()) for x in (x_TC, dt_TC, b_TK, c_TK)]
     fixed = [x.float().contiguous() for x in channels]
     out = torch.empty(T, C)
-    arguments = np.empty(1, ARGUMENTS)
-    arguments[0] = (
+    values = (
         *(*state_arguments(rows, T, state), _task(FORMATS[state.dtype]), K, C),
-        *(word for x in inputs for word in (x.data_ptr(), 4 * x.stride(0))),
+        *(word for x in inputs for word in rows_at(x)),
         *(*(x.data_ptr() for x in fixed), out.data_ptr()),
     )
-    call(_driver(), arguments, "selective_scan: rows or slots do not fit the tensors")
+    call(_driver(), ARGUMENTS, values, "selective_scan: rows or slots do not fit the tensors")
     return out

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-
 import numpy as np
 import torch
 from torch import Tensor
@@ -11,7 +9,7 @@ from torch import Tensor
 from octavo.ops.recurrence import StateRows
 from octavo.ops.state_space import StateSpaceHeads, state_space
 from octavo_kernels.cpu.calls import call
-from octavo_kernels.cpu.compiled import compiled_driver, compiled_task
+from octavo_kernels.cpu.compiled import driver, task
 from octavo_kernels.cpu.memory import fields, keep, read, view
 from octavo_kernels.cpu.recurrent.recurrence import (
     PLAIN,
@@ -23,7 +21,7 @@ from octavo_kernels.cpu.recurrent.recurrence import (
     rows_of,
     state_arguments,
 )
-from octavo_kernels.cpu.tensors import FORMATS, declines_activations
+from octavo_kernels.cpu.tensors import FORMATS, declines_activations, rows_at
 from octavo_kernels.cpu.threads import run
 from octavo_kernels.cpu.vector_ir import LANES
 
@@ -31,38 +29,31 @@ ROWS_A_PIECE = 16
 ARGUMENTS = fields(STATE, "prepare dt dt_stride a_log dt_bias low:float high:float")
 
 
-@functools.cache
-def _prepare_task() -> int:
+@task
+def _prepare_task(arguments: int, begin: int, end: int) -> None:
     """Task over rows."""
-
-    def prepare(arguments: int, begin: int, end: int) -> None:
-        a = read(arguments, ARGUMENTS)
-        padded, limits = np.zeros((5, (a.N + LANES - 1) // LANES * LANES), np.float32), np.empty(2, np.float32)
-        limits[0], limits[1] = a.low, a.high
-        a_log, bias = view(a.a_log, a.N, np.float32), view(a.dt_bias, a.N, np.float32)
-        for t in range(begin, end):
-            at = 4 * t * a.N
-            steps, decays = view(a.beta + at, a.N, np.float32), view(a.decay + at, a.N, np.float32)
-            decay_row(a.dt + t * a.dt_stride, bias, a_log, limits, padded, steps, decays)
-        keep((padded, limits))
-
-    return compiled_task(prepare)
+    a = read(arguments, ARGUMENTS)
+    padded, limits = np.zeros((5, (a.N + LANES - 1) // LANES * LANES), np.float32), np.empty(2, np.float32)
+    limits[0], limits[1] = a.low, a.high
+    a_log, bias = view(a.a_log, a.N, np.float32), view(a.dt_bias, a.N, np.float32)
+    for t in range(begin, end):
+        at = 4 * t * a.N
+        steps, decays = view(a.beta + at, a.N, np.float32), view(a.decay + at, a.N, np.float32)
+        decay_row(a.dt + t * a.dt_stride, bias, a_log, limits, padded, steps, decays)
+    keep((padded, limits))
 
 
-@functools.cache
-def _driver() -> int:
-    def drive(pool: int, arguments: int) -> int:
-        a = read(arguments, ARGUMENTS)
-        if not fits(a):
-            return 1
-        decays, steps = np.empty(a.T * a.N, np.float32), np.empty(a.T * a.N, np.float32)
-        a.decay, a.beta = decays.ctypes.data, steps.ctypes.data
-        run(pool, a.prepare, arguments, a.T, ROWS_A_PIECE)
-        recur_all(pool, arguments)
-        keep((decays, steps))
-        return 0
-
-    return compiled_driver(drive)
+@driver
+def _driver(pool: int, arguments: int) -> int:
+    a = read(arguments, ARGUMENTS)
+    if not fits(a):
+        return 1
+    decays, steps = np.empty(a.T * a.N, np.float32), np.empty(a.T * a.N, np.float32)
+    a.decay, a.beta = decays.ctypes.data, steps.ctypes.data
+    run(pool, a.prepare, arguments, a.T, ROWS_A_PIECE)
+    recur_all(pool, arguments)
+    keep((decays, steps))
+    return 0
 
 
 @state_space.kernel(device="cpu", name="numba", preference=10, supports=declines_activations)
@@ -75,13 +66,12 @@ def state_space_numba(xbc_TC: Tensor, dt_TN: Tensor, heads: StateSpaceHeads, sta
     xbc, dt = rows_of(xbc_TC), rows_of(dt_TN.float())
     a_log, dt_bias, d = (x.float().contiguous() for x in (heads.a_log_N, heads.dt_bias_N, heads.d_N))
     out = torch.empty(T, N * P)
-    x, stride = xbc.data_ptr(), 4 * xbc.stride(0)
+    x, stride = rows_at(xbc)
     b = x + 4 * N * P
-    arguments = np.empty(1, ARGUMENTS)
-    arguments[0] = (
+    values = (
         *(*state_arguments(rows, T, state), recur_task(FORMATS[state.dtype], PLAIN), N, K, P),
         *(b + 4 * G * K, b, stride, N // G, x, stride, 0, 0, d.data_ptr(), out.data_ptr()),
-        *(_prepare_task(), dt.data_ptr(), 4 * dt.stride(0), a_log.data_ptr(), dt_bias.data_ptr(), *heads.dt_limits),
+        *(_prepare_task(), *rows_at(dt), a_log.data_ptr(), dt_bias.data_ptr(), *heads.dt_limits),
     )
-    call(_driver(), arguments, "state_space: rows or slots do not fit the tensors")
+    call(_driver(), ARGUMENTS, values, "state_space: rows or slots do not fit the tensors")
     return out

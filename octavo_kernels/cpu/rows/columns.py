@@ -8,11 +8,10 @@ from torch import Tensor
 
 from octavo.ops.activation import scaled, sigmoid_and_mul
 from octavo.ops.linear import concat, put_columns
-from octavo_kernels.cpu.calls import call
-from octavo_kernels.cpu.compiled import compiled_driver, compiled_task, rarely_used
+from octavo_kernels.cpu.calls import call, task_driver
+from octavo_kernels.cpu.compiled import driver, rarely_used, task
 from octavo_kernels.cpu.memory import fields, read, view
-from octavo_kernels.cpu.tensors import declines_floats
-from octavo_kernels.cpu.threads import run
+from octavo_kernels.cpu.tensors import declines_floats, rows_at
 
 # ---- put_columns: ``put_columns`` in float32, as a call that can be recorded.
 
@@ -26,19 +25,17 @@ def declines(dtype: torch.dtype) -> str | None:
 
 
 @rarely_used
-def _driver() -> int:
-    def drive(pool: int, arguments: int) -> int:
-        a = read(arguments, ARGUMENTS)
-        for t in range(a.T):
-            part = view(a.part + t * a.stride, a.M, np.float32)
-            out = view(a.out + 4 * t * a.N, a.M, np.float32)
-            if a.bias == 0:
-                out[:] = part
-            else:
-                out[:] = part + view(a.bias, a.M, np.float32)
-        return 0
-
-    return compiled_driver(drive)
+@driver
+def _driver(pool: int, arguments: int) -> int:
+    a = read(arguments, ARGUMENTS)
+    for t in range(a.T):
+        part = view(a.part + t * a.stride, a.M, np.float32)
+        out = view(a.out + 4 * t * a.N, a.M, np.float32)
+        if a.bias == 0:
+            out[:] = part
+        else:
+            out[:] = part + view(a.bias, a.M, np.float32)
+    return 0
 
 
 @put_columns.kernel(device="cpu", name="numba", preference=10, supports=declines)
@@ -50,10 +47,8 @@ def put_columns_numba(part_TM: Tensor, out_TN: Tensor, start: int, bias_N: Tenso
     assert 0 <= start <= N - M, f"{M} columns from {start} on are not among {N}"
     part_TM = part_TM if part_TM.stride(1) == 1 else part_TM.contiguous()
     bias = None if bias_N is None else bias_N[start : start + M].float().contiguous()
-    arguments = np.empty(1, ARGUMENTS)
     at = 0 if bias is None else bias.data_ptr()
-    arguments[0] = (part_TM.data_ptr(), 4 * part_TM.stride(0), at, out_TN.data_ptr() + 4 * start, T, M, N)
-    call(_driver(), arguments)
+    call(_driver(), ARGUMENTS, (*rows_at(part_TM), at, out_TN.data_ptr() + 4 * start, T, M, N))
 
 
 # ---- concat: ``concat`` in float32, as calls that can be recorded.
@@ -78,18 +73,16 @@ GATE = fields("gate stride x out T N")
 
 
 @rarely_used
-def _gate_driver() -> int:
-    def drive(pool: int, arguments: int) -> int:
-        a = read(arguments, GATE)
-        for t in range(a.T):
-            gate = view(a.gate + t * a.stride, a.N, np.float32)
-            x = view(a.x + 4 * t * a.N, a.N, np.float32)
-            out = view(a.out + 4 * t * a.N, a.N, np.float32)
-            for i in range(a.N):
-                out[i] = x[i] / (np.float32(1) + np.exp(-gate[i]))
-        return 0
-
-    return compiled_driver(drive)
+@driver
+def _gate_driver(pool: int, arguments: int) -> int:
+    a = read(arguments, GATE)
+    for t in range(a.T):
+        gate = view(a.gate + t * a.stride, a.N, np.float32)
+        x = view(a.x + 4 * t * a.N, a.N, np.float32)
+        out = view(a.out + 4 * t * a.N, a.N, np.float32)
+        for i in range(a.N):
+            out[i] = x[i] / (np.float32(1) + np.exp(-gate[i]))
+    return 0
 
 
 @sigmoid_and_mul.kernel(device="cpu", name="numba", preference=10, supports=declines)
@@ -101,51 +94,36 @@ def sigmoid_and_mul_numba(gate_TN: Tensor, x_TN: Tensor) -> Tensor:
     assert gate_TN.dtype == torch.float32, f"the gate is {gate_TN.dtype}, x float32"
     T, N = x_TN.shape
     out_TN = torch.empty(T, N)
-    arguments = np.empty(1, GATE)
-    arguments[0] = gate_TN.data_ptr(), 4 * gate_TN.stride(0), x_TN.data_ptr(), out_TN.data_ptr(), T, N
-    call(_gate_driver(), arguments)
+    call(_gate_driver(), GATE, (*rows_at(gate_TN), x_TN.data_ptr(), out_TN.data_ptr(), T, N))
     return out_TN
 
 
 # ---- scaled: ``scaled`` in float32, as a call that can be recorded.
 
 
-SCALE = fields("x stride factors addend out T N task factor:float")
+SCALE = fields("task T piece x stride factors addend out N factor:float")
 NUMBERS_A_PIECE = 32_768
 
 
 @rarely_used
-def _scale_task() -> int:
+@task
+def _scale_task(arguments: int, begin: int, end: int) -> None:
     """Task over rows."""
-
-    def scale(arguments: int, begin: int, end: int) -> None:
-        a = read(arguments, SCALE)
-        single = np.float32(a.factor)
-        for t in range(begin, end):
-            x, out = view(a.x + t * a.stride, a.N, np.float32), view(a.out + 4 * t * a.N, a.N, np.float32)
-            if a.factors == 0:
-                for i in range(a.N):
-                    out[i] = x[i] * single
-            else:
-                factors = view(a.factors, a.N, np.float32)
-                for i in range(a.N):
-                    out[i] = x[i] * factors[i]
-            if a.addend != 0:
-                addend = view(a.addend + 4 * t * a.N, a.N, np.float32)
-                for i in range(a.N):
-                    out[i] += addend[i]
-
-    return compiled_task(scale)
-
-
-@rarely_used
-def _scale_driver() -> int:
-    def drive(pool: int, arguments: int) -> int:
-        a = read(arguments, SCALE)
-        run(pool, a.task, arguments, a.T, max(1, NUMBERS_A_PIECE // a.N))
-        return 0
-
-    return compiled_driver(drive)
+    a = read(arguments, SCALE)
+    single = np.float32(a.factor)
+    for t in range(begin, end):
+        x, out = view(a.x + t * a.stride, a.N, np.float32), view(a.out + 4 * t * a.N, a.N, np.float32)
+        if a.factors == 0:
+            for i in range(a.N):
+                out[i] = x[i] * single
+        else:
+            factors = view(a.factors, a.N, np.float32)
+            for i in range(a.N):
+                out[i] = x[i] * factors[i]
+        if a.addend != 0:
+            addend = view(a.addend + 4 * t * a.N, a.N, np.float32)
+            for i in range(a.N):
+                out[i] += addend[i]
 
 
 @scaled.kernel(device="cpu", name="numba", preference=10, supports=declines)
@@ -157,9 +135,9 @@ def scaled_numba(x_TN: Tensor, factor: float | Tensor, addend_TN: Tensor | None 
     assert addend is None or (addend.shape, addend.dtype) == (x_TN.shape, torch.float32), "what is added does not fit x"
     factors = factor.float().contiguous() if isinstance(factor, Tensor) else None
     assert factors is None or factors.shape == (N,), f"factors for {N} columns"
-    out_TN, arguments = torch.empty(T, N), np.empty(1, SCALE)
+    out_TN = torch.empty(T, N)
     addresses = (0 if part is None else part.data_ptr() for part in (factors, addend))
     single = 1.0 if isinstance(factor, Tensor) else factor
-    arguments[0] = x_TN.data_ptr(), 4 * x_TN.stride(0), *addresses, out_TN.data_ptr(), T, N, _scale_task(), single
-    call(_scale_driver(), arguments)
+    values = *rows_at(x_TN), *addresses, out_TN.data_ptr(), N, single
+    call(task_driver(), SCALE, (_scale_task(), T, max(1, NUMBERS_A_PIECE // N), *values))
     return out_TN

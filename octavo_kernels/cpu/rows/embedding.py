@@ -11,7 +11,7 @@ from torch import Tensor
 
 from octavo.ops.embedding import embedding, local_vocab_ids, mask_remote_rows
 from octavo_kernels.cpu.calls import call
-from octavo_kernels.cpu.compiled import compiled_driver, inlined
+from octavo_kernels.cpu.compiled import compiled_driver, driver, inlined
 from octavo_kernels.cpu.half import widen
 from octavo_kernels.cpu.host import FLOAT_FEATURES, missing
 from octavo_kernels.cpu.memory import fields, read, view
@@ -50,21 +50,18 @@ def _widening_driver(number_format: int) -> int:
     return compiled_driver(drive)
 
 
-@functools.cache
-def _embedding_driver() -> int:
-    def drive(pool: int, arguments: int) -> int:
-        a = read(arguments, EMBEDDING_ARGUMENTS)
-        if not has_known_ids(a):
-            return 1
-        ids = view(a.ids, a.T, np.int64)
-        for t in range(a.T):
-            row = view(a.table + ids[t] * a.row_bytes, a.row_bytes, np.uint8)
-            out = view(a.out + t * a.row_bytes, a.row_bytes, np.uint8)
-            for i in range(a.row_bytes):  # numba takes much longer to compile an assignment of slices
-                out[i] = row[i]
-        return 0
-
-    return compiled_driver(drive)
+@driver
+def _embedding_driver(pool: int, arguments: int) -> int:
+    a = read(arguments, EMBEDDING_ARGUMENTS)
+    if not has_known_ids(a):
+        return 1
+    ids = view(a.ids, a.T, np.int64)
+    for t in range(a.T):
+        row = view(a.table + ids[t] * a.row_bytes, a.row_bytes, np.uint8)
+        out = view(a.out + t * a.row_bytes, a.row_bytes, np.uint8)
+        for i in range(a.row_bytes):  # numba takes much longer to compile an assignment of slices
+            out[i] = row[i]
+    return 0
 
 
 def supports_ids(dtype: torch.dtype) -> str | None:
@@ -78,13 +75,9 @@ def embedding_numba(token_ids_T: Tensor, table_VD: Tensor, dtype: torch.dtype | 
     ids, table, (V, D) = token_ids_T.contiguous(), table_VD.contiguous(), table_VD.shape
     widens = dtype is not None and dtype != table.dtype
     out_TD = torch.empty(len(ids), D, dtype=torch.float32 if widens else table.dtype)
-    arguments = np.empty(1, EMBEDDING_ARGUMENTS)
-    arguments[0] = (ids.data_ptr(), table.data_ptr(), out_TD.data_ptr(), len(ids), V, D * table.itemsize)
-    call(
-        _widening_driver(FORMATS[table.dtype]) if widens else _embedding_driver(),
-        arguments,
-        f"embedding: token ids must be from 0 to {V - 1}",
-    )
+    values = (ids.data_ptr(), table.data_ptr(), out_TD.data_ptr(), len(ids), V, D * table.itemsize)
+    chosen = _widening_driver(FORMATS[table.dtype]) if widens else _embedding_driver()
+    call(chosen, EMBEDDING_ARGUMENTS, values, f"embedding: token ids must be from 0 to {V - 1}")
     return out_TD
 
 
@@ -94,17 +87,14 @@ def embedding_numba(token_ids_T: Tensor, table_VD: Tensor, dtype: torch.dtype | 
 LOCAL_VOCAB_IDS_ARGUMENTS = fields("ids out T first count")
 
 
-@functools.cache
-def _local_vocab_ids_driver() -> int:
-    def drive(pool: int, arguments: int) -> int:
-        a = read(arguments, LOCAL_VOCAB_IDS_ARGUMENTS)
-        ids, out = view(a.ids, a.T, np.int64), view(a.out, a.T, np.int64)
-        for t in range(a.T):
-            own = ids[t] - a.first
-            out[t] = own if 0 <= own < a.count else 0
-        return 0
-
-    return compiled_driver(drive)
+@driver
+def _local_vocab_ids_driver(pool: int, arguments: int) -> int:
+    a = read(arguments, LOCAL_VOCAB_IDS_ARGUMENTS)
+    ids, out = view(a.ids, a.T, np.int64), view(a.out, a.T, np.int64)
+    for t in range(a.T):
+        own = ids[t] - a.first
+        out[t] = own if 0 <= own < a.count else 0
+    return 0
 
 
 @local_vocab_ids.kernel(device="cpu", name="numba", preference=10, supports=supports_ids)
@@ -112,9 +102,8 @@ def local_vocab_ids_numba(token_ids_T: Tensor, first: int, count: int) -> Tensor
     """See ``ops.local_vocab_ids``."""
     ids = token_ids_T.contiguous()
     out_T = torch.empty(len(ids), dtype=torch.int64)
-    arguments = np.empty(1, LOCAL_VOCAB_IDS_ARGUMENTS)
-    arguments[0] = (ids.data_ptr(), out_T.data_ptr(), len(ids), first, count)
-    call(_local_vocab_ids_driver(), arguments)
+    values = (ids.data_ptr(), out_T.data_ptr(), len(ids), first, count)
+    call(_local_vocab_ids_driver(), LOCAL_VOCAB_IDS_ARGUMENTS, values)
     return out_T
 
 
@@ -124,17 +113,14 @@ def local_vocab_ids_numba(token_ids_T: Tensor, first: int, count: int) -> Tensor
 MASK_REMOTE_ROWS_ARGUMENTS = fields("x ids T first count row_bytes")
 
 
-@functools.cache
-def _mask_remote_rows_driver() -> int:
-    def drive(pool: int, arguments: int) -> int:
-        a = read(arguments, MASK_REMOTE_ROWS_ARGUMENTS)
-        ids = view(a.ids, a.T, np.int64)
-        for t in range(a.T):
-            if not a.first <= ids[t] < a.first + a.count:
-                view(a.x + t * a.row_bytes, a.row_bytes, np.uint8)[:] = 0
-        return 0
-
-    return compiled_driver(drive)
+@driver
+def _mask_remote_rows_driver(pool: int, arguments: int) -> int:
+    a = read(arguments, MASK_REMOTE_ROWS_ARGUMENTS)
+    ids = view(a.ids, a.T, np.int64)
+    for t in range(a.T):
+        if not a.first <= ids[t] < a.first + a.count:
+            view(a.x + t * a.row_bytes, a.row_bytes, np.uint8)[:] = 0
+    return 0
 
 
 def _supports(dtype: torch.dtype) -> str | None:
@@ -146,7 +132,6 @@ def mask_remote_rows_numba(x_TD: Tensor, token_ids_T: Tensor, first: int, count:
     """See ``ops.mask_remote_rows``."""
     assert x_TD.is_contiguous(), "rows are overwritten in place"
     ids = token_ids_T.contiguous()
-    arguments = np.empty(1, MASK_REMOTE_ROWS_ARGUMENTS)
-    arguments[0] = (x_TD.data_ptr(), ids.data_ptr(), len(ids), first, count, x_TD.shape[1] * x_TD.itemsize)
-    call(_mask_remote_rows_driver(), arguments)
+    values = (x_TD.data_ptr(), ids.data_ptr(), len(ids), first, count, x_TD.shape[1] * x_TD.itemsize)
+    call(_mask_remote_rows_driver(), MASK_REMOTE_ROWS_ARGUMENTS, values)
     return x_TD

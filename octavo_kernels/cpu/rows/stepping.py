@@ -10,7 +10,7 @@ from torch import Tensor
 
 from octavo.ops.stepping import LastResults, NextTokens, StagedRows, next_tokens, stage_step
 from octavo_kernels.cpu.calls import call
-from octavo_kernels.cpu.compiled import compiled_driver, inlined, rarely_used
+from octavo_kernels.cpu.compiled import driver, inlined, rarely_used
 from octavo_kernels.cpu.host import FLOAT_FEATURES, missing
 from octavo_kernels.cpu.memory import fields, read, view
 from octavo_kernels.cpu.tensors import address
@@ -55,18 +55,16 @@ def _stage_sequence(a: Any, s: int, first_sample: int, num_samples: int) -> None
 
 
 @rarely_used
-def _stage_step_driver() -> int:
-    def drive(pool: int, arguments: int) -> int:
-        a = read(arguments, STAGE_STEP_ARGUMENTS)
-        samples = view(a.cu_samples, a.S + 1, np.int32)
-        for s in range(a.S):
-            if a.cu_samples:
-                _stage_sequence(a, s, np.int64(samples[s]), np.int64(samples[s + 1] - samples[s]))
-            else:
-                _stage_sequence(a, s, np.int64(s), np.int64(1))
-        return 0
-
-    return compiled_driver(drive)
+@driver
+def _stage_step_driver(pool: int, arguments: int) -> int:
+    a = read(arguments, STAGE_STEP_ARGUMENTS)
+    samples = view(a.cu_samples, a.S + 1, np.int32)
+    for s in range(a.S):
+        if a.cu_samples:
+            _stage_sequence(a, s, np.int64(samples[s]), np.int64(samples[s + 1] - samples[s]))
+        else:
+            _stage_sequence(a, s, np.int64(s), np.int64(1))
+    return 0
 
 
 @stage_step.kernel(device="cpu", name="numba", preference=10, supports=lambda dtype: missing(FLOAT_FEATURES))
@@ -87,10 +85,8 @@ def stage_step_numba(
     given = token_ids_T, *rows, *last, packed_tables
     assert all(x is None or x.is_contiguous() for x in given), "the arrays of a step must be contiguous"
     num_drafts = 0 if last.drafts_CK is None else last.drafts_CK.shape[1]
-    arguments = np.empty(1, STAGE_STEP_ARGUMENTS)
     sizes = T, S, len(rows.sample_positions_R), len(last.tokens_C), num_drafts, G, count
-    arguments[0] = (*map(address, given), *sizes, block_size)
-    call(_stage_step_driver(), arguments)
+    call(_stage_step_driver(), STAGE_STEP_ARGUMENTS, (*map(address, given), *sizes, block_size))
 
 
 # ---- next_tokens: ``next_tokens``: one loop over the rows of each sequence.
@@ -102,34 +98,32 @@ NEXT_TOKENS_ARGUMENTS = fields(
 
 
 @rarely_used
-def _next_tokens_driver() -> int:
-    def drive(pool: int, arguments: int) -> int:
-        a = read(arguments, NEXT_TOKENS_ARGUMENTS)
-        ids, starts = view(a.ids, a.T, np.int64), view(a.cu_seqlens, a.S + 1, np.int32)
-        tokens, given = view(a.tokens, a.R, np.int32), view(a.given, a.S, np.int32)
-        samples, accepted = view(a.cu_samples, a.S + 1, np.int32), view(a.accepted, a.S, np.int32)
-        behind = view(a.behind, a.T, np.int64)
-        last_rows, last_samples = view(a.last_rows, a.S, np.int64), view(a.last_samples, a.S, np.int64)
-        for s in range(a.S):
-            end, first, num_samples = starts[s + 1], s, 1
-            if a.cu_samples:
-                first, num_samples = samples[s], samples[s + 1] - samples[s]
-            for row in range(starts[s], end):
-                nth = row - (end - num_samples)
-                if nth < 0:
-                    behind[row] = ids[row + 1]
-                elif given[s] >= 0:
-                    behind[row] = given[s]
-                else:
-                    token = np.int64(tokens[min(max(first + nth, 0), a.R - 1)])
-                    behind[row] = min(max(token, 0), a.vocab_size - 1)
-            rejected = max(num_samples - 1 - accepted[s], 0) if a.accepted else 0
-            last_rows[s] = max(end - 1 - rejected, 0)
-            last_samples[s] = min(max(first + num_samples - 1 - rejected, 0), a.R - 1)
-        behind[starts[a.S] :] = 0
-        return 0
-
-    return compiled_driver(drive)
+@driver
+def _next_tokens_driver(pool: int, arguments: int) -> int:
+    a = read(arguments, NEXT_TOKENS_ARGUMENTS)
+    ids, starts = view(a.ids, a.T, np.int64), view(a.cu_seqlens, a.S + 1, np.int32)
+    tokens, given = view(a.tokens, a.R, np.int32), view(a.given, a.S, np.int32)
+    samples, accepted = view(a.cu_samples, a.S + 1, np.int32), view(a.accepted, a.S, np.int32)
+    behind = view(a.behind, a.T, np.int64)
+    last_rows, last_samples = view(a.last_rows, a.S, np.int64), view(a.last_samples, a.S, np.int64)
+    for s in range(a.S):
+        end, first, num_samples = starts[s + 1], s, 1
+        if a.cu_samples:
+            first, num_samples = samples[s], samples[s + 1] - samples[s]
+        for row in range(starts[s], end):
+            nth = row - (end - num_samples)
+            if nth < 0:
+                behind[row] = ids[row + 1]
+            elif given[s] >= 0:
+                behind[row] = given[s]
+            else:
+                token = np.int64(tokens[min(max(first + nth, 0), a.R - 1)])
+                behind[row] = min(max(token, 0), a.vocab_size - 1)
+        rejected = max(num_samples - 1 - accepted[s], 0) if a.accepted else 0
+        last_rows[s] = max(end - 1 - rejected, 0)
+        last_samples[s] = min(max(first + num_samples - 1 - rejected, 0), a.R - 1)
+    behind[starts[a.S] :] = 0
+    return 0
 
 
 @next_tokens.kernel(device="cpu", name="numba", preference=10, supports=lambda dtype: missing(FLOAT_FEATURES))
@@ -147,7 +141,6 @@ def next_tokens_numba(
     given = token_ids_T, cu_seqlens_q, cu_samples, num_accepted_S, tokens_R, given_S
     dense = [None if x is None else x.contiguous() for x in given]
     found = NextTokens(*(torch.empty(size, dtype=torch.int64) for size in (T, S, S)))
-    arguments = np.empty(1, NEXT_TOKENS_ARGUMENTS)
-    arguments[0] = (*map(address, dense), *map(address, found), T, S, R, vocab_size)
-    call(_next_tokens_driver(), arguments)
+    values = (*map(address, dense), *map(address, found), T, S, R, vocab_size)
+    call(_next_tokens_driver(), NEXT_TOKENS_ARGUMENTS, values)
     return found

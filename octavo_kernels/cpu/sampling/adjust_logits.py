@@ -15,12 +15,11 @@ import torch
 from torch import Tensor
 
 from octavo.ops.sampling import BANNED, OVERFLOWN, Adjustments, adjust_logits
-from octavo_kernels.cpu.calls import call
-from octavo_kernels.cpu.compiled import compiled, compiled_task, rarely_used
+from octavo_kernels.cpu.calls import call, task_driver
+from octavo_kernels.cpu.compiled import compiled, rarely_used, task
 from octavo_kernels.cpu.host import FLOAT_FEATURES, missing
 from octavo_kernels.cpu.memory import fields, int_bits, keep, read, view
 from octavo_kernels.cpu.sampling.sort_keys import ALL_BUT_SIGN
-from octavo_kernels.cpu.task_driver import task_driver
 
 LEAST, MOST, NEVER = np.float32(BANNED), np.float32(OVERFLOWN), np.float32(-math.inf)
 NOT_A_NUMBER, ONE, ZERO = np.float32(math.nan), np.float32(1), np.float32(0)
@@ -33,34 +32,31 @@ ARGUMENTS = fields(
 
 
 @rarely_used
-def _task() -> int:
+@task
+def _task(arguments: int, begin: int, end: int) -> None:
     """Task over rows."""
-
-    def adjust(arguments: int, begin: int, end: int) -> None:
-        a = read(arguments, ARGUMENTS)
-        slot, length = view(a.slot, a.R, np.int32), view(a.length, a.R, np.int32)
-        num_prompt_tokens, has_mask = view(a.num_prompt_tokens, a.R, np.int32), view(a.has_mask, a.R, np.uint8)
-        repetition, frequency = view(a.repetition, a.R, np.float32), view(a.frequency, a.R, np.float32)
-        presence = view(a.presence, a.R, np.float32)
-        for r in range(begin, end):
-            given, x = view(a.given + 4 * r * a.V, a.V, np.float32), view(a.adjusted + 4 * r * a.V, a.V, np.float32)
-            x[:] = given
-            if has_mask[r]:
-                keep_allowed(x, view(a.mask + r * a.W, a.W, np.uint8))
-            banned = view(a.banned_ids + 4 * r * a.E, a.E, np.int32)
-            for i in range(a.E):
-                if 0 <= banned[i] < a.V:
-                    x[banned[i]] = NEVER
-            ids, bias = view(a.bias_ids + 4 * r * a.B, a.B, np.int32), view(a.bias + 4 * r * a.B, a.B, np.float32)
-            for i in range(a.B):
-                if 0 <= ids[i] < a.V:
-                    x[ids[i]] += NEVER if bias[i] == LEAST else bias[i]
-            if slot[r] >= 0:
-                tokens = view(a.history + 4 * slot[r] * a.L, length[r], np.int32)
-                penalize(x, tokens, num_prompt_tokens[r], repetition[r], frequency[r], presence[r])
-            finish(x, given)
-
-    return compiled_task(adjust)
+    a = read(arguments, ARGUMENTS)
+    slot, length = view(a.slot, a.R, np.int32), view(a.length, a.R, np.int32)
+    num_prompt_tokens, has_mask = view(a.num_prompt_tokens, a.R, np.int32), view(a.has_mask, a.R, np.uint8)
+    repetition, frequency = view(a.repetition, a.R, np.float32), view(a.frequency, a.R, np.float32)
+    presence = view(a.presence, a.R, np.float32)
+    for r in range(begin, end):
+        given, x = view(a.given + 4 * r * a.V, a.V, np.float32), view(a.adjusted + 4 * r * a.V, a.V, np.float32)
+        x[:] = given
+        if has_mask[r]:
+            keep_allowed(x, view(a.mask + r * a.W, a.W, np.uint8))
+        banned = view(a.banned_ids + 4 * r * a.E, a.E, np.int32)
+        for i in range(a.E):
+            if 0 <= banned[i] < a.V:
+                x[banned[i]] = NEVER
+        ids, bias = view(a.bias_ids + 4 * r * a.B, a.B, np.int32), view(a.bias + 4 * r * a.B, a.B, np.float32)
+        for i in range(a.B):
+            if 0 <= ids[i] < a.V:
+                x[ids[i]] += NEVER if bias[i] == LEAST else bias[i]
+        if slot[r] >= 0:
+            tokens = view(a.history + 4 * slot[r] * a.L, length[r], np.int32)
+            penalize(x, tokens, num_prompt_tokens[r], repetition[r], frequency[r], presence[r])
+        finish(x, given)
 
 
 @compiled
@@ -119,8 +115,6 @@ def adjust_logits_numba(logits_RV: Tensor, adjustments: Adjustments) -> Tensor:
     adjusted_RV, (R, V) = torch.empty_like(given_RV), given_RV.shape
     held = [field.contiguous() for field in adjustments]
     lists = (adjustments.history_SL, adjustments.bias_ids_RB, adjustments.banned_ids_RE, adjustments.mask_RW)
-    arguments = np.empty(1, ARGUMENTS)
     addresses = (given_RV.data_ptr(), adjusted_RV.data_ptr(), *(field.data_ptr() for field in held))
-    arguments[0] = _task(), R, 1, V, *(ids.shape[1] for ids in lists), *addresses
-    call(task_driver(), arguments)
+    call(task_driver(), ARGUMENTS, (_task(), R, 1, V, *(ids.shape[1] for ids in lists), *addresses))
     return adjusted_RV
