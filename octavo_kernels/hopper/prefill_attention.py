@@ -89,26 +89,15 @@ def hopper_prefill(
     room = shared_bytes(out_TNH.device) - BARRIER_BYTES - 2 * ROWS * width * itemsize
     assert out_TNH.stride()[1:] == (H, 1), "the heads of a row must lie side by side"
     launch(
-        _hopper_kernel,
-        (num_multiprocessors(out_TNH.device),),
-        *_both([_query_tiles(part, N // K) for part in q_parts]),
-        *_both([_page_tiles(part) for part in k_parts]),
-        _page_tiles(v_cache),
-        *(out_TNH, block_tables_SB, *rows_S, seq_lens_S, counters(out_TNH.device, 1)),
+        _hopper_kernel, (num_multiprocessors(out_TNH.device),),
+        *_both([_query_tiles(part, N // K) for part in q_parts]), *_both([_page_tiles(part) for part in k_parts]),
+        _page_tiles(v_cache), *(out_TNH, block_tables_SB, *rows_S, seq_lens_S, counters(out_TNH.device, 1)),
         *(scale * LOG2_E.value, len(seq_lens_S), out_TNH.stride(0), block_tables_SB.stride(0)),
-        *(_page_strides(k_parts[0]), _page_strides(k_parts[-1]), _page_strides(v_cache)),
-        K=K,
-        GROUP=N // K,
-        H=H,
-        SEQUENCES=max(128, triton.next_power_of_2(len(seq_lens_S))),
-        SKIP_SINGLE=skip_single,
-        PAGE=PAGE,
-        KEYS=KEYS,
-        ROWS=ROWS,
-        STAGES=max(2, min(MOST_STAGES, room // (KEYS * (width + H) * itemsize))),
-        num_warps=4,
+        *(_page_strides(k_parts[0]), _page_strides(k_parts[-1]), _page_strides(v_cache)), K=K, GROUP=N // K, H=H,
+        SEQUENCES=max(128, triton.next_power_of_2(len(seq_lens_S))), SKIP_SINGLE=skip_single, PAGE=PAGE, KEYS=KEYS,
+        ROWS=ROWS, STAGES=max(2, min(MOST_STAGES, room // (KEYS * (width + H) * itemsize))), num_warps=4,
         maxnreg=REGISTERS,
-    )
+    )  # fmt: skip
 
 
 def _query_tiles(part_TNP: Tensor, group: int) -> TensorDescriptor:

@@ -140,22 +140,10 @@ class PeerCollective:
             kernel, strides = _two_shot_kernel, []
             sizes = {**large, "BLOCK": _large_block(num_bytes // self.size, LARGE_BLOCK // 2)}
         launch(
-            kernel,
-            (PROGRAMS,),
-            x_Pn,
-            residual,
-            out,
-            self._addresses_W,
-            self._launches,
-            num_bytes // UNIT_BYTES,
-            *strides,
-            RANK=self.rank,
-            SIZE=self.size,
-            LONGEST_WAIT=LONGEST_WAIT,
-            **sizes,
-            num_warps=8,
+            kernel, (PROGRAMS,), x_Pn, residual, out, self._addresses_W, self._launches, num_bytes // UNIT_BYTES,
+            *strides, RANK=self.rank, SIZE=self.size, LONGEST_WAIT=LONGEST_WAIT, **sizes, num_warps=8,
             sanitize_overflow=False,
-        )
+        )  # fmt: skip
 
 
 def _large_block(num_bytes: int, most: int) -> int:

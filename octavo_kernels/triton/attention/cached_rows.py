@@ -77,34 +77,12 @@ def pack_store(
     dtype = torch.float32 if qkv_TW.dtype == torch.float32 else torch.bfloat16
     q_TNH = torch.empty((T, N, H), dtype=dtype, device=qkv_TW.device)
     launch(
-        _pack_store_kernel,
-        (triton.cdiv(T, ROWS), N if heads.shares_cache else N + 2 * K),
-        qkv_TW,
-        q_TNH,
-        keys,
-        values,
-        slot_mapping_T,
-        cos_TR,
-        sin_TR,
-        heads.q_norm_H,
-        heads.k_norm_H,
-        T,
-        qkv_TW.stride(0),
-        0 if cos_TR is None else cos_TR.stride(0),
-        keys.stride(0),
-        heads.norm_eps,
-        HEAD_STRIDE=keys.stride(1),
-        SLOT_STRIDE=keys.stride(2),
-        BLOCK_SIZE=keys.shape[2],
-        N=N,
-        K=K,
-        H=H,
-        R=0 if cos_TR is None else cos_TR.shape[1],
-        D=max(least_width(keys), triton.next_power_of_2(H)),
-        RUN=run_of(keys, H),
-        ROWS=ROWS,
-        num_warps=1,
-    )
+        _pack_store_kernel, (triton.cdiv(T, ROWS), N if heads.shares_cache else N + 2 * K), qkv_TW, q_TNH, keys, values,
+        slot_mapping_T, cos_TR, sin_TR, heads.q_norm_H, heads.k_norm_H, T, qkv_TW.stride(0),
+        0 if cos_TR is None else cos_TR.stride(0), keys.stride(0), heads.norm_eps, HEAD_STRIDE=keys.stride(1),
+        SLOT_STRIDE=keys.stride(2), BLOCK_SIZE=keys.shape[2], N=N, K=K, H=H, R=0 if cos_TR is None else cos_TR.shape[1],
+        D=max(least_width(keys), triton.next_power_of_2(H)), RUN=run_of(keys, H), ROWS=ROWS, num_warps=1,
+    )  # fmt: skip
     return q_TNH
 
 
