@@ -477,6 +477,7 @@ PROCESSORS: dict[str, Maker] = {
     "LlavaOnevisionForConditionalGeneration": _llava_onevision,
     "Mistral3ForConditionalGeneration": _mistral3,
     "PaddleOCRVLForConditionalGeneration": _paddleocr,
+    "QianfanOCRForConditionalGeneration": _internvl,
     "Qwen2VLForConditionalGeneration": _qwen25,
     "Qwen2_5_VLForConditionalGeneration": _qwen25,
     "Qwen3VLForConditionalGeneration": _qwen3,

@@ -118,6 +118,7 @@ TEXT_PARTS: dict[str, str] = {
     "Mistral3ForConditionalGeneration": "mistral",
     "Ovis2ForConditionalGeneration": "qwen2",
     "PaddleOCRVLForConditionalGeneration": "paddleocr_vl_text",
+    "QianfanOCRForConditionalGeneration": "qwen3",
     "Qwen2AudioForConditionalGeneration": "qwen2",
     "Qwen2VLForConditionalGeneration": "qwen2_vl_text",
     "Qwen2_5_VLForConditionalGeneration": "qwen2_5_vl_text",

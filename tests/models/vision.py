@@ -201,6 +201,15 @@ def _as_published(folder: Path) -> None:
     save_file(tensors, folder / "model.safetensors")
 
 
+def _as_qianfan(folder: Path) -> None:
+    """As published: the library gives the decoder's layers the tower's name when it saves them."""
+    stored = load_file(folder / "model.safetensors")
+    names = {
+        name: name.replace("language_model.model.encoder.layers.", "language_model.model.layers.") for name in stored
+    }
+    save_file({names[name]: tensor for name, tensor in stored.items()}, folder / "model.safetensors")
+
+
 PUBLISHED = [
     (r"^vision_tower\.", "vision_model."),
     (r"^multi_modal_projector\.layer_norm", "mlp1.0"),
@@ -432,6 +441,7 @@ FAMILIES = {
         INTERNVL_PROCESSOR,
         _by_tile,
     ),
+    "qianfan_ocr": Family("qianfan_ocr", INTERNVL, INTERNVL_PROCESSOR, _by_tile, rewrite=_as_qianfan),
     "internvl_rms": Family(
         "internvl",
         {

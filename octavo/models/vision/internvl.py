@@ -193,3 +193,14 @@ class InternVLChatTower(InternVLTower):
         for stored, own in OWN_NAMES:
             name = name.replace(stored, own)
         return name
+
+
+class QianfanTower(InternVLTower):
+    """The tower of Qianfan-OCR (Baidu), with the weights' names of OpenGVLab's repositories."""
+
+    @classmethod
+    def read_config(cls, keys: ConfigKeys) -> InternVLConfig:
+        inner = {"attention_bias": True, **part(keys, "vision_config").values}
+        return super().read_config(ConfigKeys({**keys.values, "vision_config": inner}))
+
+    own_name = InternVLChatTower.own_name

@@ -15,7 +15,7 @@ from octavo.models.vision.cohere import AyaTower, CohereTower
 from octavo.models.vision.deepseek_vl2 import DeepseekVL2Tower
 from octavo.models.vision.gemma4 import Gemma4Tower, Gemma4UnifiedTower
 from octavo.models.vision.glm import Glm4vTower, GlmOcrTower
-from octavo.models.vision.internvl import InternVLChatTower, InternVLTower
+from octavo.models.vision.internvl import InternVLChatTower, InternVLTower, QianfanTower
 from octavo.models.vision.llama4 import Llama4Tower
 from octavo.models.vision.llava import LlavaNextTower, LlavaOnevisionTower, LlavaTower
 from octavo.models.vision.moonvit import MoonTower
@@ -67,6 +67,7 @@ TOWERS: dict[str, Family] = {
     "LlavaOnevisionForConditionalGeneration": LlavaOnevisionTower,
     "Mistral3ForConditionalGeneration": Mistral3Tower,
     "PaddleOCRVLForConditionalGeneration": PaddleOCRTower,
+    "QianfanOCRForConditionalGeneration": QianfanTower,
     "Qwen2VLForConditionalGeneration": Qwen2Tower,
     "Qwen2_5_VLForConditionalGeneration": Qwen25Tower,
     "Qwen3VLForConditionalGeneration": Qwen3Tower,
