@@ -62,6 +62,19 @@ def _gemma3(layers: int, hidden: int, heads: int, kv_heads: int, ffn: int, windo
     return {**_llama(layers, hidden, heads, kv_heads, 256, ffn, **own), **more}
 
 
+def _gemma4(layers: int, hidden: int, heads: int, kv_heads: int, ffn: int, window: int, **more: Any) -> dict[str, Any]:
+    """Five of six layers have a window; the others have wider heads, whose values are their keys."""
+    rope = {"sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0}}
+    rope["full_attention"] = {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1_000_000.0}
+    names = {"architectures": ["Gemma4ForCausalLM"], "model_type": "gemma4_text", "rms_norm_eps": 1e-6}
+    own: dict[str, Any] = {"tie_word_embeddings": True, "hidden_activation": "gelu_pytorch_tanh", **names}
+    own |= {"sliding_window": window, "final_logit_softcapping": 30.0, "attention_k_eq_v": True}
+    own |= {"global_head_dim": 512, "hidden_size_per_layer_input": 0, "rope_parameters": rope}
+    own |= {"layer_types": (["sliding_attention"] * 5 + ["full_attention"]) * (layers // 6)}
+    own |= {"vocab_size": 262_144, "max_position_embeddings": 262_144}
+    return {**_llama(layers, hidden, heads, kv_heads, 256, ffn, **own), **more}
+
+
 def _gpt_oss(layers: int, experts: int) -> dict[str, Any]:
     rope = {"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False}
     names = {"architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss", "attention_bias": True}
@@ -174,6 +187,10 @@ SHAPES: dict[str, dict[str, Any]] = {
     "gemma-3-4b": _gemma3(34, 2560, 8, 4, 10_240, 1024, **LONG_GEMMA3),
     "gemma-3-12b": _gemma3(48, 3840, 16, 8, 15_360, 1024, **LONG_GEMMA3),
     "gemma-3-27b": _gemma3(62, 5376, 32, 16, 21_504, 1024, **LONG_GEMMA3, head_dim=128, query_pre_attn_scalar=168),
+    "gemma-4-26b-a4b": _gemma4(
+        30, 2816, 16, 8, 2112, 1024,
+        num_global_key_value_heads=2, enable_moe_block=True, num_experts=128, top_k_experts=8, moe_intermediate_size=704,
+    ),
     "qwen3-30b-a3b": _qwen3(
         48, 2048, 32, 6144,
         architectures=["Qwen3MoeForCausalLM"], model_type="qwen3_moe", num_key_value_heads=4,

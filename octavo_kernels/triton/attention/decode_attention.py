@@ -41,7 +41,7 @@ from octavo_kernels.triton.configs.decode_attention import DecodeConfig, config_
 from octavo_kernels.triton.launch import after_predecessor, counters, launch
 from octavo_kernels.triton.split_sums import LOG2_E, NO_SCORE, add_parts, leave_part, part_count, store_heads
 
-MAX_HEAD_DIM = 256
+MAX_HEAD_DIM = 512
 MAX_PAIRS = 2**17
 
 _COMBINED_AT_ONCE = 64

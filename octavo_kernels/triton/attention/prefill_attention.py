@@ -23,7 +23,7 @@ from octavo_kernels.triton.attention.decode_qkv import load_scales
 from octavo_kernels.triton.launch import after_predecessor, launch, shared_bytes
 from octavo_kernels.triton.split_sums import LOG2_E, NO_SCORE, part_count, store_log
 
-MAX_HEAD_DIM = 256
+MAX_HEAD_DIM = 512
 
 
 class PrefillTile(NamedTuple):
@@ -41,14 +41,16 @@ CONFIGS: dict[tuple[int, int], PrefillTile] = {
     (2, 64): PrefillTile(64, 64, 4, 3),
     (2, 128): PrefillTile(64, 64, 4, 3),
     (2, 256): PrefillTile(128, 32, 8, 3),
+    (2, 512): PrefillTile(64, 32, 8, 2),
     (4, 64): PrefillTile(32, 32, 4, 2),
     (4, 128): PrefillTile(32, 32, 4, 2),
     (4, 256): PrefillTile(16, 32, 4, 2),
+    (4, 512): PrefillTile(16, 16, 4, 1),
 }
 """By bytes of a query's element and head dim rounded up to a power of two, at least 64."""
-WIDE_HEADS, LEAST_SHARED = PrefillTile(64, 32, 8, 3), 200 * 1024
-"""For heads of 256 in 16 bits where a program may have less shared memory than on Hopper: 128 rows take 104 KiB there,
-more than most GPUs have (99), and more registers than there are. These take 68 KiB."""
+WIDE_HEADS, LEAST_SHARED = {(2, 256): PrefillTile(64, 32, 8, 3), (2, 512): PrefillTile(32, 16, 4, 2)}, 200 * 1024
+"""Where a program may have less shared memory than on Hopper: most GPUs have 99 KiB, and tiles for Hopper take 104 and
+192, and more registers than there are. These take 68 and 65 KiB."""
 
 MAX_SPARE = 16
 """Programs beyond those for full tiles, for the last tiles of as many sequences; more sequences share programs."""
@@ -114,8 +116,8 @@ def prefill_attention(
 
 def config_for(element: int, head_block: int, room: int) -> PrefillTile:
     """The tile for queries of ``element`` bytes a number on a GPU with ``room`` bytes of shared memory a program."""
-    width = max(64, head_block)
-    return WIDE_HEADS if (element, width) == (2, 256) and room < LEAST_SHARED else CONFIGS[element, width]
+    size = element, max(64, head_block)
+    return WIDE_HEADS[size] if size in WIDE_HEADS and room < LEAST_SHARED else CONFIGS[size]
 
 
 @triton.jit(do_not_specialize=["S", "table_stride"])

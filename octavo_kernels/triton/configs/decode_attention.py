@@ -83,6 +83,8 @@ def config_for(
         config = config._replace(splits=splits, min_tiles=max(2, config.min_tiles))
     if group == 1:
         config = _of_lone_queries(config, head_bytes, element)
+    if element < 4:  # 16 positions are the fewest of a tile
+        config = config._replace(warps=max(config.warps, 16 * head_bytes // TILE_BYTES_A_WARP))
     tile = min(config.tile, max(16, TILE_BYTES_A_WARP * config.warps // head_bytes), block_size)
     if group > 16 or (element == 4 and head_bytes > WIDEST):  # what waits in registers would not fit
         tile = min(tile, 16 if element == 4 else 32)

@@ -174,7 +174,7 @@ def test_shared_heads(N: int, K: int, device: str) -> None:
 
 @one_in(3)
 @pytest.mark.parametrize(
-    ("H", "rotated"), [(8, 4), (64, 32), (80, 40), (96, 48), (96, 12), (128, 64), (256, 32), (64, 0)]
+    ("H", "rotated"), [(8, 4), (64, 32), (80, 40), (96, 48), (96, 12), (128, 64), (256, 32), (512, 64), (64, 0)]
 )
 def test_head_dims(H: int, rotated: int, device: str) -> None:
     check(Step([1, 17, 70], layout(2, 1, H, norm=True), device, rotated=rotated))
@@ -310,7 +310,7 @@ def test_a_row_is_the_same_in_any_batch(dtype: torch.dtype, device: str) -> None
 
 @one_in(7)
 @pytest.mark.parametrize("pairs", [1, 8, 100, 4096])
-@pytest.mark.parametrize("H", [64, 80, 128, 256])
+@pytest.mark.parametrize("H", [64, 80, 128, 256, 512])
 @pytest.mark.parametrize("block_size", [16, 64, 256])
 def test_every_shape_has_a_cut(pairs: int, H: int, block_size: int) -> None:
     for element in (2, 4):

@@ -59,7 +59,7 @@ def test_ragged_batches_with_padding(dtype: torch.dtype, block_size: int, device
     check(make_batch(Heads(), *RAGGED, seed=1, dtype=dtype, block_size=block_size, padded_rows=7), device)
 
 
-@pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 256])
+@pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 256, 512])
 def test_head_dims(head_dim: int, device: str) -> None:
     check(make_batch(Heads(head_dim=head_dim), [3, 9], [30, 9], seed=2, dtype=torch.bfloat16), device)
 
@@ -158,7 +158,7 @@ def test_a_batch_of_padding_alone_writes_nothing(device: str) -> None:
     assert run(batch, device).isnan().all()
 
 
-@pytest.mark.parametrize("config", sorted({*CONFIGS.values(), WIDE_HEADS}))
+@pytest.mark.parametrize("config", sorted({*CONFIGS.values(), *WIDE_HEADS.values()}))
 def test_every_configuration(config: PrefillTile, device: str) -> None:
     batch = make_batch(Heads(window=70), [50, 1, 90], [50, 64, 300], seed=16, dtype=torch.float16, block_size=64)
     check(batch, device, config=config)

@@ -94,7 +94,7 @@ def test_heads_rotated_in_part_or_not_at_all(rotated: int, norm_dtype: torch.dty
     check(head_layout(norm_dtype=norm_dtype), device, rotated=rotated)
 
 
-@pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 256])
+@pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 256, 512])
 def test_head_dims(head_dim: int, device: str) -> None:
     check(head_layout(H=head_dim, norm_dtype=torch.float32), device)
 
