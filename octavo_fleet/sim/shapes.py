@@ -188,8 +188,8 @@ SHAPES: dict[str, dict[str, Any]] = {
     "gemma-3-12b": _gemma3(48, 3840, 16, 8, 15_360, 1024, **LONG_GEMMA3),
     "gemma-3-27b": _gemma3(62, 5376, 32, 16, 21_504, 1024, **LONG_GEMMA3, head_dim=128, query_pre_attn_scalar=168),
     "gemma-4-26b-a4b": _gemma4(
-        30, 2816, 16, 8, 2112, 1024,
-        num_global_key_value_heads=2, enable_moe_block=True, num_experts=128, top_k_experts=8, moe_intermediate_size=704,
+        30, 2816, 16, 8, 2112, 1024, num_global_key_value_heads=2,
+        enable_moe_block=True, num_experts=128, top_k_experts=8, moe_intermediate_size=704,
     ),
     "qwen3-30b-a3b": _qwen3(
         48, 2048, 32, 6144,
