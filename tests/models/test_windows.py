@@ -99,6 +99,7 @@ def make_hybrid(folder: Path, **settings: Any) -> LLM:
     return LLM(folder, device="cpu", dtype="float32", **{"max_model_len": MAX_LEN, **sizes, **settings})
 
 
+@one_in(2)
 @pytest.mark.parametrize("row", HYBRIDS)
 def test_layers_with_windows_hold_a_window_and_a_step_of_any_length(row: str, tmp_path: Path) -> None:
     model, most = make_checkpoint(tmp_path, row), -(-(HYBRIDS[row] + STEP) // BLOCK_SIZE) + 1

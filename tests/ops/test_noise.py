@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from octavo.ops.sampling_noise import exponentials, token_hashes
+from tests.tiers import one_in
 
 CPU = torch.device("cpu")
 HASHES = token_hashes(1000, CPU)
@@ -42,6 +43,7 @@ def test_a_token_has_the_same_value_among_others_and_alone() -> None:
     assert torch.equal(exponentials(HASHES[some], 7, 8), exponentials(HASHES, 7, 8)[some])
 
 
+@one_in(2)
 @pytest.mark.parametrize("along", ["tokens", "positions", "seeds"])
 def test_values_are_uniform_along(along: str) -> None:
     if along == "tokens":

@@ -189,6 +189,7 @@ def test_dtypes(dtype: torch.dtype, is_float8: bool, device: str) -> None:
     check(Step([1, 16, 33, 90], layout(4, 2, 32, norm=True), device, dtype, cache_dtype))
 
 
+@one_in(2)
 @pytest.mark.parametrize("splits", [1, 3])
 def test_each_warp_has_a_share_of_a_tile(splits: int, device: str) -> None:
     """Shares may lie in several blocks, and behind a context's end."""
@@ -199,6 +200,7 @@ def test_each_warp_has_a_share_of_a_tile(splits: int, device: str) -> None:
     check(Step(EDGES, layout(4, 2, 32), device, torch.bfloat16, torch.float8_e4m3fn), config)
 
 
+@one_in(2)
 @pytest.mark.parametrize("size", [2.0**-60, 1.0, 2.0**60])
 def test_float8_takes_queries_of_any_size_and_small_weights_of_many_keys(size: float, device: str) -> None:
     """Products of float16 would be infinite, or none, were queries not scaled; and 2^-19 is off by 1.5 %."""

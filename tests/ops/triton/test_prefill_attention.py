@@ -64,6 +64,7 @@ def test_head_dims(head_dim: int, device: str) -> None:
     check(make_batch(Heads(head_dim=head_dim), [3, 9], [30, 9], seed=2, dtype=torch.bfloat16), device)
 
 
+@one_in(3)
 @pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(1, 1), (4, 4), (6, 2), (14, 2), (40, 1)])
 def test_groups_of_heads(num_heads: int, num_kv_heads: int, device: str) -> None:
     """Three, seven and forty heads leave rows of a tile unused; in float32 the tiles are small and many."""
@@ -158,6 +159,7 @@ def test_a_batch_of_padding_alone_writes_nothing(device: str) -> None:
     assert run(batch, device).isnan().all()
 
 
+@one_in(3)
 @pytest.mark.parametrize("config", sorted({*CONFIGS.values(), *WIDE_HEADS.values()}))
 def test_every_configuration(config: PrefillTile, device: str) -> None:
     batch = make_batch(Heads(window=70), [50, 1, 90], [50, 64, 300], seed=16, dtype=torch.float16, block_size=64)

@@ -10,10 +10,12 @@ from octavo_kernels.triton.sampling import token_logprobs as kernels
 from octavo_kernels.triton.sampling.token_logprobs import token_logprobs_triton
 from tests.ops.sampling_cases import generator, make_logits
 from tests.ops.triton.guards import Guarded
+from tests.tiers import one_in
 
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")
 
 
+@one_in(4)
 @pytest.mark.parametrize(("kind", "dtype"), [("flat", torch.float32), ("peaked", torch.bfloat16), ("tied", torch.half)])
 @pytest.mark.parametrize(("V", "n"), [(1, 1), (21, 20), (600, 40), (2048, 0), (4500, 5)])
 def test_values(kind: str, dtype: torch.dtype, V: int, n: int, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
