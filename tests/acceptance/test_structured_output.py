@@ -63,6 +63,7 @@ def test_the_default_model_keeps_to_what_it_is_asked_for(server: Server) -> None
     assert ask(server, temperature=0, max_tokens=40)["choices"] == free["choices"], "a free request was touched"
 
 
+@pytest.mark.nightly
 def test_a_bound_answer_goes_on_after_a_crash_as_if_there_had_been_none(server: Server) -> None:
     num_restarts = server.get("/stats").json()["num_restarts"]
     body = {"response_format": FORMAT, "seed": 7, "temperature": 1.5, "n": 3}

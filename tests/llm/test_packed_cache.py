@@ -19,7 +19,7 @@ from octavo.quant.stored.stored_weight import WeightFormat
 from tests.models.families import make_checkpoint
 from tests.models.test_architectures import random_tokens
 from tests.ops.cpu_cases import needs_float_kernels
-from tests.tiers import nightly_after
+from tests.tiers import nightly_after, one_in
 
 pytestmark = needs_float_kernels
 SETTINGS: dict[str, Any] = {"device": "cpu", "dtype": "float32", "block_size": 16, "max_model_len": 128}
@@ -46,6 +46,7 @@ def told(llm: LLM, prompts: list[list[int]] = PROMPTS) -> list[list[Any]]:
     return found
 
 
+@one_in(2)
 @pytest.mark.parametrize(("row", "kind"), nightly_after(4, CASES))
 def test_bits_are_those_of_a_request_alone(tmp_path: Path, row: str, kind: str) -> None:
     make_checkpoint(tmp_path, row)

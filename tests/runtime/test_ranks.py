@@ -242,7 +242,7 @@ def test_ranks_divide_a_cache_of_few_bits(row: str, kv_dtype: torch.dtype, tmp_p
     [
         ("mixtral/two_of_five", 3),
         *nightly_after(
-            1,
+            0,
             (
                 ("deepseek_v3/groups", 2),
                 ("gpt_oss/sinks", 4),

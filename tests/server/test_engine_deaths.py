@@ -183,6 +183,7 @@ def test_kills_before_the_first_token_fail_no_request(
     asyncio.run(main())
 
 
+@pytest.mark.nightly
 def test_poisons_one_after_the_other_are_served_past() -> None:
     async def main() -> None:
         async with running(poison=POISON, **SLOW) as engine:
