@@ -25,6 +25,7 @@ GPUS = re.compile(r"(?:(\d+)x)?(\w+)")
 SETTINGS = (
     *("model", "revision", "offline", "download_dir", "quantization", "kv_cache_dtype", "max_model_len"),
     *("max_num_seqs", "max_num_batched_tokens", "gpu_memory_utilization", "hf_overrides", "block_size"),
+    "enable_expert_parallel",
 )
 COLUMNS = {
     "tensor_parallel_size": "-tp",
@@ -51,6 +52,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--context", type=positive, default=4096, help="tokens of each sequence that is decoded (default: %(default)s)"
     )
+    parser.add_argument(
+        "-dcp",
+        "--decode-context-parallel-size",
+        dest="num_parts",
+        type=positive,
+        default=1,
+        metavar="INT",
+        help="GPUs of each engine that divide each sequence's KV cache, as for serve (default: %(default)s)",
+    )
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
 
 
@@ -68,7 +78,7 @@ def run(args: argparse.Namespace) -> int:
     name, values = _configuration(config)
     logging.disable(logging.WARNING)  # the table has what a start would warn of
     try:
-        ways = placements(config, values, device, count, args.context)
+        ways = placements(config, values, device, count, args.context, args.num_parts)
     finally:
         logging.disable(logging.NOTSET)
     if args.json:

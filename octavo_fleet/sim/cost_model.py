@@ -49,8 +49,10 @@ class Roofline(CostModel):
         tensor_parallel: int = 1,
         weight_bytes: float = VALUE_BYTES,
         kv_bytes: float = VALUE_BYTES,
+        context_parts: int = 1,
     ) -> None:
-        """``weight_bytes`` and ``kv_bytes``: those of one number."""
+        """``weight_bytes`` and ``kv_bytes``: those of one number. ``context_parts``: of the devices, how many divide
+        each context; in every layer they exchange queries, and results in 32 bits."""
         parts = kv_parts(shape, tensor_parallel)
         bandwidth, arithmetic = device.bandwidth * tensor_parallel, device.arithmetic * tensor_parallel
         self._shape = shape
@@ -58,7 +60,7 @@ class Roofline(CostModel):
         self._last_active = shape.last_weights_read(1)
         self._body_active = shape.active_weights - self._last_active
         self._attention = (
-            shape.kv_values_per_token * kv_bytes / (device.bandwidth * parts),
+            shape.kv_values_per_token * kv_bytes / (device.bandwidth * parts * context_parts),
             shape.pair_flops / arithmetic,
         )
         self._states = 2 * shape.state_bytes / bandwidth, shape.state_flops / arithmetic
@@ -68,6 +70,11 @@ class Roofline(CostModel):
             self._base += 2 * shape.layers * LINK_LATENCY
             crossing = 2 * (tensor_parallel - 1) / tensor_parallel * shape.hidden * VALUE_BYTES
             self._per_token = 2 * shape.layers * crossing / device.link
+        if context_parts > 1:
+            self._base += 2 * shape.layers * LINK_LATENCY
+            results = (context_parts - 1) * 2 * VALUE_BYTES
+            sent = ((tensor_parallel - 1) * VALUE_BYTES + results) * shape.heads * shape.head_dim / tensor_parallel
+            self._per_token += shape.layers * sent / device.link
 
     def seconds(self, work: StepWork) -> float:
         tokens, rows, context, pairs, *_ = work

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from octavo.build.device_settings import resolve_kv_dtype, weight_format
-from octavo.config import EngineConfig, parse_hf_overrides
+from octavo.config import EngineConfig, ModelSettings, parse_hf_overrides
 from octavo.engine.step_model import StepWork
 from octavo.errors import CheckpointError, ConfigError
 from octavo.models.config import ModelConfig
@@ -64,11 +64,12 @@ class Placement:
 
 
 def placements(
-    config: EngineConfig, values: Mapping[str, Any], device: Device, count: int, context: int
+    config: EngineConfig, values: Mapping[str, Any], device: Device, count: int, context: int, num_parts: int = 1
 ) -> list[Placement]:
     """The ways for a model of these keys of a ``config.json`` on ``count`` devices, the fastest that fit first.
 
-    A setting that differs from its default is not varied. Raises ``ConfigError`` and ``CheckpointError``.
+    ``num_parts``: of an engine's devices, how many divide each sequence's KV cache. A setting that differs from its
+    default is not varied. Raises ``ConfigError`` and ``CheckpointError``.
     """
     keys = {**text_config(values), **parse_hf_overrides(config.model.hf_overrides)}
     model = read_config(keys, config.model.max_model_len)
@@ -80,9 +81,10 @@ def placements(
     kinds = KV_TYPES if config.cache.kv_cache_dtype == "auto" else [config.cache.kv_cache_dtype]
     shape, checkpoint = _shape(keys), DummyCheckpoint(keys, {}, 0, device="meta")
     outlined = functools.cache(functools.partial(outline, model, checkpoint))  # one for all types of the KV cache
+    parts = [(size, count // size, num_parts) for size in sizes]
     found = [
-        _placed(config, checkpoint, outlined, model, shape, device, (size, count // size), method, kind, context)
-        for size, method in itertools.product(sizes, methods)
+        _placed(config, checkpoint, outlined, model, shape, device, divided, method, kind, context)
+        for divided, method in itertools.product(parts, methods)
         for kind in kinds
     ]
     return sorted(found, key=lambda way: (way.problem is not None, -(way.tokens_per_second or 0)))
@@ -103,13 +105,15 @@ def _placed(
     model: ModelConfig,
     shape: Shape | None,
     device: Device,
-    sizes: tuple[int, int],
+    sizes: tuple[int, int, int],
     method: str | None,
     kind: str,
     context: int,
 ) -> Placement:
-    size, engines = sizes
-    settings = dataclasses.replace(config.model, quantization=method, tensor_parallel_size=size)
+    size, engines, num_parts = sizes
+    settings = dataclasses.replace(
+        config.model, quantization=method, tensor_parallel_size=size, decode_context_parallel_size=num_parts
+    )
     cache = dataclasses.replace(config.cache, kv_cache_dtype=kind)
     config = dataclasses.replace(config, model=settings, cache=cache)
     gpu = torch.device(GPU)
@@ -121,7 +125,7 @@ def _placed(
         engines,
         quantization=method or stored or dtype_name(form.dtype),
         kv_cache_dtype="fp8" if kind == "fp8" else dtype_name(kv_dtype),
-        flags="".join(_flags(size, engines, method, kind)),
+        flags="".join(_flags(settings, engines, method, kind)),
         is_exact=method is None and kind == "auto",
     )
     try:
@@ -144,14 +148,19 @@ def _placed(
     )
     if shape is None or context > limits.max_model_len:
         return way
-    cost = Roofline(shape, device, size, size * loaded.num_bytes / loaded.num_parameters, kv_dtype.itemsize)
+    weight_bytes = size * loaded.num_bytes / loaded.num_parameters
+    cost = Roofline(shape, device, size, weight_bytes, kv_dtype.itemsize, num_parts)
     together, alone = (cost.seconds(StepWork(n, n, n * context, n * context)) for n in (concurrent, 1))
     return dataclasses.replace(way, tokens_per_second=engines * concurrent / together, seconds_per_token=alone)
 
 
-def _flags(size: int, engines: int, method: str | None, kind: str) -> Iterator[str]:
-    if size > 1:
-        yield f" --tensor-parallel-size {size}"
+def _flags(settings: ModelSettings, engines: int, method: str | None, kind: str) -> Iterator[str]:
+    if settings.tensor_parallel_size > 1:
+        yield f" --tensor-parallel-size {settings.tensor_parallel_size}"
+    if settings.decode_context_parallel_size > 1:
+        yield f" --decode-context-parallel-size {settings.decode_context_parallel_size}"
+    if settings.enable_expert_parallel:
+        yield " --enable-expert-parallel"
     if engines > 1:
         yield f" --data-parallel-size {engines}"
     if method is not None:

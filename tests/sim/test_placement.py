@@ -12,7 +12,7 @@ from octavo.config import EngineConfig
 from octavo.engine.step_model import StepWork
 from octavo.errors import ConfigError
 from octavo_fleet.sim.cost_model import Roofline
-from octavo_fleet.sim.devices import find_device
+from octavo_fleet.sim.devices import LINK_LATENCY, find_device
 from octavo_fleet.sim.placement import Placement, placements
 from octavo_fleet.sim.roofline import shape_of
 from octavo_fleet.sim.shapes import SHAPES
@@ -59,6 +59,36 @@ def test_a_cache_of_8_bits_holds_twice_as_much() -> None:
     )
     assert narrow.cached_tokens == pytest.approx(2 * (wide.cached_tokens or 0), rel=1e-3)
     assert (narrow.seconds_per_token or 1) < (wide.seconds_per_token or 0)
+
+
+def test_ranks_that_divide_contexts_hold_more_and_read_less() -> None:
+    """Latents, which every rank would hold: four times the tokens, for the exchange of queries and results."""
+    keys = {**SHAPES["deepseek-v2-lite"], "num_hidden_layers": 2}
+    whole, divided = (
+        placements(EngineConfig.from_flat({"quantization": "fp8"}), keys, H200, 4, 4096, size) for size in (1, 4)
+    )
+    of = {"tensor_parallel_size": 4, "kv_cache_dtype": "bfloat16"}
+    one, four = only(whole, **of), only(divided, **of)
+    assert "--tensor-parallel-size 4 --decode-context-parallel-size 4" in four.flags
+    assert four.cached_tokens == pytest.approx(4 * (one.cached_tokens or 0), rel=0.02)
+    assert (four.tokens_per_second or 0) > (one.tokens_per_second or 0)
+    assert all("decode_context_parallel_size" in str(way.problem) for way in divided if way.tensor_parallel_size < 4)
+
+
+def test_the_command_takes_parts_of_contexts_and_whole_experts(capsys: pytest.CaptureFixture[str]) -> None:
+    """Which are settings of an engine whose number of ranks is not known before."""
+    assert main(["plan", "tiny", "--gpus", "4xh200", "-dcp", "2", "--enable-expert-parallel"]) == 0
+    assert " --decode-context-parallel-size 2 --enable-expert-parallel" in capsys.readouterr().out
+
+
+def test_dividing_a_context_costs_two_exchanges_a_layer() -> None:
+    shape = shape_of(SHAPES["deepseek-v2-lite"])
+    one, two = (Roofline(shape, H200, 2, context_parts=parts) for parts in (1, 2))
+    short, long = StepWork(1, 1, 1, 1), StepWork(1, 1, 1 << 20, 1 << 20)
+    waits = 2 * shape.layers * LINK_LATENCY
+    assert two.seconds(short) - one.seconds(short) == pytest.approx(waits, rel=0.02)
+    read = shape.kv_values_per_token * 2 * (1 << 20) / H200.bandwidth
+    assert one.seconds(long) - two.seconds(long) == pytest.approx(read / 2 - waits, rel=0.02)
 
 
 def test_a_setting_that_is_given_is_not_varied() -> None:
