@@ -192,25 +192,21 @@ def _decode_kernel(
     DOT: tl.constexpr, STAGES: tl.constexpr, RUN: tl.constexpr, PLANES: tl.constexpr, ASSEMBLY: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:  # fmt: skip
-    """``GP`` and ``HP`` are G and H filled up to powers of two (H to 16 numbers of a plane at least), ``ROWS`` the
-    queries of a tile. A tile has ``SHARES``: of the tensors of its positions, that is an axis before the others if
-    there are several, one for each warp."""
+    """``GP``, ``HP``: G and H filled up to powers of two, H to 16 numbers a plane; ``ROWS``: the queries of a tile."""
     split, kv_head, seq = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    d, w, g = tl.arange(0, HP), tl.arange(0, HP // PLANES), tl.arange(0, GP)
-    t, t_of_share = _places(TILE, SHARES)
+    d, g, t = tl.arange(0, HP), tl.arange(0, GP), _places(TILE, SHARES)
     if not PROLOGUE:
         after_predecessor(PDL)  # it stored the step's keys and values
     row, length, own, is_here = _row(seq, cu_seqlens, seq_lens, PROLOGUE, BY_ROW, RANK, PARTS)
     length, seen_from, num_runs, begin, last = _run(length, split, max_splits, min_tiles, RANK, PARTS, WINDOW, TILE)
     is_active, x, tables = split < num_runs, x + row * x_stride, tables + own * table_stride
-    end = tl.where(is_active, length, 0)
+    end, position = tl.where(is_active, length, 0), last * TILE + t
     at = _tile_start(tables, last, end, block_stride, SLOT_STRIDE, BLOCK_SIZE, TILE, SHARES)
-    position = last * TILE + t
     is_own = tl.expand_dims((position == length - 1) & is_here & PROLOGUE, -1)
     is_stored = tl.expand_dims((position >= seen_from) & (position < end), -1) & ~is_own
     k_cache, v_cache = k_cache + kv_head * HEAD_STRIDE, v_cache + kv_head * HEAD_STRIDE
-    k = load_words(k_cache + at, t_of_share, is_stored, SLOT_STRIDE, H, HP, RUN, PLANES)
-    v = load_words(v_cache + at, t_of_share, is_stored, SLOT_STRIDE, H, HP, RUN, PLANES)
+    k = load_words(k_cache + at, tl.arange(0, TILE // SHARES)[:, None], is_stored, SLOT_STRIDE, H, HP, RUN, PLANES)
+    v = load_words(v_cache + at, tl.arange(0, TILE // SHARES)[:, None], is_stored, SLOT_STRIDE, H, HP, RUN, PLANES)
     d_GD, d_TD = tl.broadcast_to(d[None, :], [GP, HP]), tl.broadcast(d, is_own)[0]
     k_scale, v_scale = load_scales(k_scales, v_scales, kv_head)
     q_weights, k_weights = load_norm(q_norm, d_GD, H, R), load_norm(k_norm, d, H, R)
@@ -225,22 +221,15 @@ def _decode_kernel(
         slot = tl.load(slots + row, mask=is_active, other=-1)
     if not is_active:  # from here on loads are waited for: all of them are on their way
         return
-
     q = turned(q_heads, q_norm, q_weights, q_angles, eps, H, 1) if PROLOGUE else q_heads[0]
-    q, g = _repeated(q.to(x.dtype.element_ty), g, ROWS)
-    q, scale = _planes_of_queries(q, scale * k_scale, RUN, PLANES, SHARES)
+    q, g, scale = _queries(q.to(x.dtype.element_ty), g, scale * k_scale, ROWS, RUN, PLANES, SHARES)
     slope = None if slopes is None else tl.load(slopes + kv_head * G + g, mask=g < G, other=0.0) * LOG2_E
     if PROLOGUE:
-        TYPE: tl.constexpr = k_cache.dtype.element_ty
         k_own = divided(turned(k_head, k_norm, k_weights, k_angles, eps, H, 0), k_scales, k_scale)
-        k_own = words_of(k_own.to(TYPE), PLANES)
-        k = tl.where(is_own, k_own, k[0]), k[1]
-        v = tl.where(is_own, words_of(divided(v_own, v_scales, v_scale).to(TYPE), PLANES), v[0]), v[1]
-        to = (slot // BLOCK_SIZE * block_stride + slot % BLOCK_SIZE * SLOT_STRIDE) // PLANES + w
-        is_word = (w < H // PLANES) & (slot >= 0)
-        tl.store(as_words(k_cache, PLANES) + to, k_own, mask=is_word & (split == num_runs - 1))
-        to = tl.broadcast(as_words(v_cache, PLANES) + to, is_own)[0]
-        tl.store(to, v[0], mask=is_own & is_word)
+        k, v = _with_own(
+            k, v, k_own, divided(v_own, v_scales, v_scale), is_own, split == num_runs - 1, k_cache, v_cache, slot,
+            block_stride, SLOT_STRIDE, BLOCK_SIZE, H, PLANES,
+        )  # fmt: skip
     peak, total, acc = _walk(
         q, k, v, k_cache, v_cache, tables, begin, last, seen_from, length, scale, cap, slope, block_stride,
         SLOT_STRIDE, BLOCK_SIZE, H, HP, WINDOW, CAPPED, TILE, SHARES, DOT, STAGES, RUN, PLANES, ASSEMBLY,
@@ -297,12 +286,12 @@ def _run(
 
 @triton.jit
 def _places(TILE: tl.constexpr, SHARES: tl.constexpr) -> tl.tensor:
-    """A tile's positions from its start on, and those of a share from the share's, [C, 1]."""
+    """A tile's positions from its start on. With several ``SHARES``, one for each warp, they are the first axis of this
+    and of all tensors of a tile."""
     t = tl.arange(0, TILE // SHARES)
-    t_of_share = t[:, None]
     if SHARES > 1:
         t = tl.arange(0, SHARES)[:, None] * (TILE // SHARES) + t[None, :]
-    return t, t_of_share
+    return t
 
 
 @triton.jit
@@ -332,11 +321,31 @@ def _repeated(q: tl.tensor, g: tl.tensor, ROWS: tl.constexpr) -> tl.tensor:
 
 
 @triton.jit
-def _planes_of_queries(
-    q: tl.tensor, scale: tl.tensor, RUN: tl.constexpr, PLANES: tl.constexpr, SHARES: tl.constexpr
-) -> tl.tensor:
-    """Queries [R, D] like the numbers of keys, which they are multiplied with: in planes, for each share of a tile, and
-    in float16 where those of 8-bit floating-point types are. By what products are then to be multiplied."""
+def _with_own(
+    k: tl.tensor, v: tl.tensor, k_own: tl.tensor, v_own: tl.tensor, is_own: tl.tensor, is_last: tl.tensor,
+    k_cache: tl.tensor, v_cache: tl.tensor, slot: tl.tensor, block_stride: tl.tensor, SLOT_STRIDE: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, H: tl.constexpr, PLANES: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
+    """The words of the last tile with those of the row's own key [D] and value [.., D], which are stored."""
+    TYPE: tl.constexpr = k_cache.dtype.element_ty
+    key, value = words_of(k_own.to(TYPE), PLANES), words_of(v_own.to(TYPE), PLANES)
+    w = tl.arange(0, key.shape[0])
+    to = (slot // BLOCK_SIZE * block_stride + slot % BLOCK_SIZE * SLOT_STRIDE) // PLANES + w
+    is_word = (w < H // PLANES) & (slot >= 0)
+    tl.store(as_words(k_cache, PLANES) + to, key, mask=is_word & is_last)
+    tl.store(tl.broadcast(as_words(v_cache, PLANES) + to, is_own)[0], value, mask=is_own & is_word)
+    return (tl.where(is_own, key, k[0]), k[1]), (tl.where(is_own, value, v[0]), v[1])
+
+
+@triton.jit
+def _queries(
+    q: tl.tensor, g: tl.tensor, scale: tl.tensor, ROWS: tl.constexpr, RUN: tl.constexpr, PLANES: tl.constexpr,
+    SHARES: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
+    """Queries [GP, D] ``_repeated``, and like the numbers of keys, which they are multiplied with: in planes, for each
+    share of a tile, and in float16 where those of 8-bit floating-point types are. Which of them a row is, and by what
+    products are then to be multiplied."""
+    q, g = _repeated(q, g, ROWS)
     R: tl.constexpr = q.shape[0]
     D: tl.constexpr = q.shape[1]
     if PLANES == 2 and RUN == 0 and q.dtype != tl.float32:
@@ -357,7 +366,7 @@ def _planes_of_queries(
         for p in tl.static_range(PLANES):
             shared += (tl.broadcast_to(parts[p][None, :, :], [SHARES, R, D // PLANES]),)
         parts = shared
-    return parts, scale
+    return parts, g, scale
 
 
 @triton.jit
@@ -372,7 +381,7 @@ def _walk(
 
     Tiles come through shared memory, ahead of their use; where one starts is looked up a round before it is asked for.
     """
-    t, t_of_share = _places(TILE, SHARES)
+    t, t_of_share = _places(TILE, SHARES), tl.arange(0, TILE // SHARES)[:, None]
     acc: tl.tensor = ()
     for p in tl.static_range(PLANES):
         acc += (tl.zeros(q[p].shape, tl.float32),)
