@@ -112,7 +112,8 @@ class StepBudget:
         ``num_cut`` of the running sequences are still in prefill, and ``num_free`` more sequences may run.
         """
         if not num_running or not self._anyone_waits_for_tokens:
-            return self._bearable(self._short(self.most, 0, self._full_rows()), 0)
+            num_prompts = num_cut + len(self.waiting)
+            return self._bearable(self._short(self.most, 0, self._full_rows(num_prompts)), 0)
         limit = MARGIN * min([self.max_itl, *self.waiting.seconds_left()])
         num_pending = num_cut + min(len(self.waiting), num_free)
         chooses = num_pending > 0 and num_cut < num_running and self.model.is_ready
@@ -155,15 +156,16 @@ class StepBudget:
         room = SHORT_SECONDS - self._seconds_of_decodes(max(1, num_decoding))
         return min(budget, num_decoding + max(int(room / seconds_each), least))
 
-    def _full_rows(self) -> int:
+    def _full_rows(self, num_prompts: int) -> int:
         """The fewest rows with which a prompt token costs about as little as with any number, as far as is known: of a
         mixture of experts, which reads nearly all weights for few rows as well, they are more; behind a long context,
-        where attention is most of the cost and takes as long in any steps, fewer."""
+        where attention is most of the cost and takes as long in any steps, fewer. Several prompts at once are a load
+        for which the time of all counts, and not that of a short one which may come."""
         if not self._costs:
             return FULL_ROWS
         least = min(self._costs.values())
         most = least + (FULL_COST - 1) * (least + self.model.pair_seconds * self._position)
-        rows, assumed = FULL_ROWS // 2, COST_OF_HALF * least
+        rows, assumed = (FULL_ROWS // 2, COST_OF_HALF * least) if num_prompts < 2 else (FULL_ROWS, 0.0)
         while rows < self.most and self._costs.get(rows.bit_length(), assumed) > most:
             rows, assumed = 2 * rows, 0.0
         return rows

@@ -96,16 +96,31 @@ class EmbeddingPool:
         if self._graphs is None or not self._has_graph(form):
             self._fill(form, *inputs)
             return
+        if form not in self._inputs and not self._runs_ahead(form, inputs):
+            logger.info("the vision tower waits for the device: it runs without CUDA graphs")
+            self._graphs = None
+            return
         kept = self._inputs.setdefault(form, inputs)
         if kept is not inputs:
             for place, given in zip(kept, inputs, strict=True):
                 place.copy_(given)
+        self._graphs(form)
+
+    def _runs_ahead(self, form: Form, inputs: tuple[Tensor, Tensor]) -> bool:
+        """Compute an image; whether the host did not wait for the device meanwhile. A capture in which it does fails,
+        and leaves torch's random numbers unusable."""
+        torch.cuda.set_sync_debug_mode("error")
         try:
-            self._graphs(form)
-        except RuntimeError:  # a tower that waits for the device, say
-            logger.warning("the vision tower runs without CUDA graphs, more slowly", exc_info=True)
-            self._graphs = None
             self._fill(form, *inputs)
+        except RuntimeError as error:
+            if "synchronizing" not in str(error):
+                raise
+        else:
+            return True
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        self._fill(form, *inputs)
+        return False
 
     def _has_graph(self, form: Form) -> bool:
         """Whether an image is computed by a graph: of a size that was seen before, as the first may be the last."""
