@@ -23,7 +23,7 @@ import pytest
 from tests.conftest import Server
 from tests.tiers import nightly_after
 
-NUM_KILLS = int(os.environ.get("OCTAVO_KILLS", "2"))
+NUM_KILLS = int(os.environ.get("OCTAVO_KILLS", "1"))
 SEED = int(os.environ.get("OCTAVO_KILLS_SEED", "1"))
 NUM_CLIENTS = 8
 FIRST_MOMENT = 0.05
