@@ -567,6 +567,10 @@ def make(folder: Path, name: str) -> PreTrainedModel:
     else:
         config = AutoConfig.for_model(family.model_type, **family.config)
         model = AutoModelForImageTextToText.from_config(config, attn_implementation="eager")
+    if name == "paddleocr_vl":  # transformers 5.17 interpolates its positions otherwise than later ones
+        for module in model.modules():
+            if hasattr(module, "interpolation_align_corners"):
+                module.interpolation_align_corners = False
     with torch.no_grad():
         for name, buffer in model.named_buffers():  # of Gemma 4, whose limits are infinite and others empty
             if name.endswith(("_min", "_max")):
