@@ -19,7 +19,7 @@ from octavo.images.families import read_processor
 from octavo.images.processors import ImageProcessor
 from octavo.models.config import ModelConfig
 from octavo.models.registry import CausalLM
-from octavo.models.vision.tower import Pixels, VisionConfig
+from octavo.models.vision.tower import Pixels, Tower, VisionConfig
 from octavo.models.vision.towers import LoadedTower, connect, load_tower, read_vision
 from octavo.plugins import GPU
 from octavo.quant.stored.stored_weight import WeightFormat
@@ -35,6 +35,8 @@ logger = logging.getLogger(__name__)
 
 SQUARE, LARGEST = 1024, 16_384
 """Side of the image that is measured, in pixels, and of one that no family leaves as large."""
+SHAPES = (SQUARE, SQUARE), (1600, 1200), (1200, 1600), (1920, 1080), (2400, 600)
+"""Sizes of images, one of which has the most tiles of a family whose images are tiles."""
 MOST_SLOTS = {"cpu": 8192, GPU: 16_384}
 """Slots of the pool by default, if contexts are as long: all images of a request must fit."""
 
@@ -47,15 +49,22 @@ class Vision:
     """
 
     def __init__(
-        self, loaded: LoadedTower, processor: ImageProcessor, num_slots: int, form: WeightFormat, temporary: int
+        self,
+        loaded: LoadedTower,
+        processor: ImageProcessor,
+        num_slots: int,
+        form: WeightFormat,
+        temporary: int,
+        of_graphs: int,
     ) -> None:
-        """``temporary``: bytes that computing an image takes."""
+        """``temporary``: bytes that computing an image takes. ``of_graphs``: those that graphs of a tower may keep."""
         self.loaded = loaded
         self._processor, self._form = processor, form
         config = loaded.config
         self.settings = ImageSettings(num_slots, config.num_axes, config.is_bidirectional, config.longest)
-        self.num_bytes = pool_bytes(config, num_slots, form) + temporary
-        """Bytes of the pool, and of what an image takes while it is computed."""
+        self._of_graphs = of_graphs
+        self.num_bytes = pool_bytes(config, num_slots, form) + temporary + of_graphs
+        """Bytes of the pool, of graphs, and of what an image takes while it is computed."""
 
     @property
     def weight_bytes(self) -> Counter[str]:
@@ -66,7 +75,8 @@ class Vision:
         """The pool, and a decoder that knows the positions of images."""
         connect(model, self.loaded.config, self._form)
         scaling = self._processor.mean, self._processor.deviation
-        return EmbeddingPool(self.loaded.config, self.loaded.tower, self.settings.num_slots, self._form, scaling)
+        sizes = self.settings.num_slots, self._of_graphs
+        return EmbeddingPool(self.loaded.config, self.loaded.tower, sizes, self._form, scaling)
 
     def limited(self, limits: StepLimits) -> StepLimits:
         """The limits of steps that may have images."""
@@ -102,33 +112,57 @@ def load_vision(
     longest = config.model.max_model_len or model.max_position_embeddings
     num_slots = max(found.longest, min(longest, MOST_SLOTS[form.device.type]))
     logger.info("the model takes images: %d M parameters, %d slots", loaded.num_parameters // 1_000_000, num_slots)
-    return Vision(loaded, processor, num_slots, form, temporary_bytes(loaded, processor, num_slots, form))
+    temporary, of_graphs = measured_bytes(loaded, processor, num_slots, form)
+    return Vision(loaded, processor, num_slots, form, temporary, 0 if config.model.enforce_eager else of_graphs)
 
 
-def temporary_bytes(loaded: LoadedTower, processor: ImageProcessor, num_slots: int, form: WeightFormat) -> int:
+def measured_bytes(
+    loaded: LoadedTower, processor: ImageProcessor, num_slots: int, form: WeightFormat
+) -> tuple[int, int]:
     """Bytes of a GPU that computing an image takes, at most: what a square takes, by its embeddings where images differ
-    in size, and what graphs keep. Towers use libraries that are slow when first called, which is done here, before the
-    first request."""
+    in size. And those that graphs may keep, 0 for a tower that waits for the device and cannot be captured. Towers use
+    libraries that are slow when first called, which is done here, before the first request."""
     if form.device.type != GPU:
-        return 0
+        return 0, 0
     from PIL import Image  # only here: most models take no images
 
     from octavo.images.tiling import joined, size_of, tiled
 
-    tiles, details = tiled(Image.new("RGB", (SQUARE, SQUARE)), processor.settings_for("auto"))
+    settings = processor.settings_for("auto")
+    tiles, details = tiled(Image.new("RGB", (SQUARE, SQUARE)), settings)
     shape, found = joined(tiles)
+
+    def num_colours(image: Image.Image) -> int:
+        return sum(3 * tile.width * tile.height for tile in tiled(image, settings)[0])
+
     pixels = torch.from_numpy(np.frombuffer(found, np.uint8).copy().reshape(*shape, 3)).to(form.device)
     before = torch.cuda.memory_allocated(form.device)
     torch.cuda.reset_peak_memory_stats(form.device)
+    image = Pixels(pixels, details, processor.mean, processor.deviation)
     with torch.inference_mode():
-        made = len(loaded.tower(Pixels(pixels, details, processor.mean, processor.deviation)))
-    taken = torch.cuda.max_memory_allocated(form.device) - before
+        made = len(loaded.tower(image))
+        taken = torch.cuda.max_memory_allocated(form.device) - before
+        of_graphs = taken * GRAPH_PIXELS // SQUARE**2 if runs_ahead(loaded.tower, image) else 0
     torch.cuda.empty_cache()
-    of_graphs = taken * GRAPH_PIXELS // SQUARE**2
     if not processor.side:
-        return taken + of_graphs
+        most = max(num_colours(Image.new("RGB", size)) for size in SHAPES)
+        return -(-taken * max(most, pixels.numel()) // pixels.numel()), of_graphs
     rows, columns = size_of(LARGEST, LARGEST, processor.limited(num_slots).settings_for("auto"))
-    return taken * max(1, -(-min(num_slots, rows * columns // processor.side**2) // made)) + of_graphs
+    return taken * max(1, -(-min(num_slots, rows * columns // processor.side**2) // made)), of_graphs
+
+
+def runs_ahead(tower: Tower, image: Pixels) -> bool:
+    """Whether the host does not wait for the device while it starts this computation."""
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        tower(image)
+    except RuntimeError as error:
+        if "synchronizing" not in str(error):
+            raise
+        return False
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    return True
 
 
 def connected(vision: Vision | None, model: CausalLM) -> tuple[EmbeddingPool | None, ImageSettings | None]:

@@ -113,7 +113,9 @@ class StepBudget:
         """
         if not num_running or not self._anyone_waits_for_tokens:
             num_prompts = num_cut + len(self.waiting)
-            return self._bearable(self._short(self.most, 0, self._full_rows(num_prompts)), 0)
+            return self._bearable(
+                self._short(self.most, 0, self._full_rows(num_prompts, self._position if num_cut else 0)), 0
+            )
         limit = MARGIN * min([self.max_itl, *self.waiting.seconds_left()])
         num_pending = num_cut + min(len(self.waiting), num_free)
         chooses = num_pending > 0 and num_cut < num_running and self.model.is_ready
@@ -156,7 +158,7 @@ class StepBudget:
         room = SHORT_SECONDS - self._seconds_of_decodes(max(1, num_decoding))
         return min(budget, num_decoding + max(int(room / seconds_each), least))
 
-    def _full_rows(self, num_prompts: int) -> int:
+    def _full_rows(self, num_prompts: int, position: int) -> int:
         """The fewest rows with which a prompt token costs about as little as with any number, as far as is known: of a
         mixture of experts, which reads nearly all weights for few rows as well, they are more; behind a long context,
         where attention is most of the cost and takes as long in any steps, fewer. Several prompts at once are a load
@@ -164,7 +166,7 @@ class StepBudget:
         if not self._costs:
             return FULL_ROWS
         least = min(self._costs.values())
-        most = least + (FULL_COST - 1) * (least + self.model.pair_seconds * self._position)
+        most = least + (FULL_COST - 1) * (least + self.model.pair_seconds * position)
         rows, assumed = (FULL_ROWS // 2, COST_OF_HALF * least) if num_prompts < 2 else (FULL_ROWS, 0.0)
         while rows < self.most and self._costs.get(rows.bit_length(), assumed) > most:
             rows, assumed = 2 * rows, 0.0

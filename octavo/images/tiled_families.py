@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from octavo.images.family_keys import CLIP_DEVIATION, CLIP_MEAN, HALF, MOST_PIXELS, TOKENS, scaling
@@ -32,7 +32,9 @@ def _side_of(config: Mapping[str, Any], given: Mapping[str, Any], side: int, mer
     return side, (side // int(inner.get("patch_size", patch)) // merge) ** 2
 
 
-def _cohere(config: Mapping[str, Any], given: Mapping[str, Any]) -> ImageProcessor:
+def _cohere(config: Mapping[str, Any], given: Mapping[str, Any]) -> ImageProcessor | None:
+    if (found := _tokens(config, [TILE_END])) is None:
+        return None
     side, count = _side_of(config, given, 512, int(config.get("downsample_factor", 2)), 16)
     splits = given.get("crop_to_patches") is not False
     settings = {"rule": "canvas", "side": side, "height": side, "width": side, "tokens": count + 1, "least": 1}
@@ -45,18 +47,25 @@ def _cohere(config: Mapping[str, Any], given: Mapping[str, Any]) -> ImageProcess
         token=int(config.get("image_token_id") or 255_036),
         token_text="<|IMG_PATCH|>",
         num_tokens=count,
-        vocabulary={TILE_END: config[TOKENS][TILE_END]},
+        vocabulary=found,
         layout=in_ended,
         **scaling(given, CLIP_MEAN, CLIP_DEVIATION),
     )
 
 
+def _tokens(config: Mapping[str, Any], names: Sequence[str]) -> dict[str, int] | None:
+    """Ids of tokens around tiles; ``None`` if the vocabulary lacks any, as of a model that was trained for text."""
+    if missing := [name for name in names if name not in config[TOKENS]]:
+        logger.warning("images are refused: the vocabulary has no %s", ", ".join(missing))
+        return None
+    return {name: config[TOKENS][name] for name in names}
+
+
 def _aya(config: Mapping[str, Any], given: Mapping[str, Any]) -> ImageProcessor | None:
     side, count = _side_of(config, given, 364, int(config.get("downsample_factor", 2)), 14)
     least, most = int(given.get("min_patches") or 1), int(given.get("max_patches") or 12)
-    names = [*(f"TILE_{number}" for number in range(1, most + 1)), "TILE_GLOBAL"]
-    if missing := [name for name in names if name not in config[TOKENS]]:
-        logger.warning("images are refused: the vocabulary has no %s", ", ".join(missing))
+    found = _tokens(config, [*(f"TILE_{number}" for number in range(1, most + 1)), "TILE_GLOBAL"])
+    if found is None:
         return None
     settings = {"rule": "grid", "height": side, "width": side, "tokens": count + 1, "least": least, "most": most}
     return ImageProcessor(
@@ -67,13 +76,15 @@ def _aya(config: Mapping[str, Any], given: Mapping[str, Any]) -> ImageProcessor 
         token=int(config.get("image_token_index") or config.get("image_token_id") or 255_036),
         token_text="<|IMG_PATCH|>",
         num_tokens=count,
-        vocabulary={name: config[TOKENS][name] for name in names},
+        vocabulary=found,
         layout=in_named,
         **scaling(given, CLIP_MEAN, CLIP_DEVIATION),
     )
 
 
-def _llama4(config: Mapping[str, Any], given: Mapping[str, Any]) -> ImageProcessor:
+def _llama4(config: Mapping[str, Any], given: Mapping[str, Any]) -> ImageProcessor | None:
+    if (found := _tokens(config, LLAMA4_MARKS)) is None:
+        return None
     merge = round(1 / float(config["vision_config"].get("pixel_shuffle_ratio", 0.5)))
     side, count = _side_of(config, given, 336, merge, 14)
     settings = {"rule": "fitted", "side": side, "tokens": count + 1, "least": 1}
@@ -86,7 +97,7 @@ def _llama4(config: Mapping[str, Any], given: Mapping[str, Any]) -> ImageProcess
         token=int(config.get("image_token_index") or config.get("image_token_id") or 200_092),
         token_text="<|patch|>",
         num_tokens=count,
-        vocabulary={mark: config[TOKENS][mark] for mark in LLAMA4_MARKS},
+        vocabulary=found,
         layout=in_separated,
         **scaling(given, HALF, HALF),
     )

@@ -99,7 +99,7 @@ class SharedMemory(Protocol):
 class DeviceBackend:
     """See the module's docstring."""
 
-    keeps_marked_states = True
+    keeps_marked_states = False
     """Whether ops with recurrent state can keep it after any row (``StateRows.marks_T``). Otherwise steps end there."""
 
     def declines(self) -> str | None:

@@ -71,10 +71,11 @@ class Roofline(CostModel):
             crossing = 2 * (tensor_parallel - 1) / tensor_parallel * shape.hidden * VALUE_BYTES
             self._per_token = 2 * shape.layers * crossing / device.link
         if context_parts > 1:
-            self._base += 2 * shape.layers * LINK_LATENCY
+            attending = shape.layers if shape.attention_layers is None else shape.attention_layers
+            self._base += 2 * attending * LINK_LATENCY
             results = (context_parts - 1) * 2 * VALUE_BYTES
             sent = ((tensor_parallel - 1) * VALUE_BYTES + results) * shape.heads * shape.head_dim / tensor_parallel
-            self._per_token += shape.layers * sent / device.link
+            self._per_token += attending * sent / device.link
 
     def seconds(self, work: StepWork) -> float:
         tokens, rows, context, pairs, *_ = work

@@ -19,6 +19,8 @@ from octavo_kernels.registration import decline_all, import_all
 class CPUBackend(DeviceBackend):
     """See ``DeviceBackend``."""
 
+    keeps_marked_states = True
+
     def load_kernels(self) -> None:
         try:
             importlib.import_module("numba")

@@ -25,8 +25,6 @@ from octavo_kernels.registration import decline_all, import_all
 class TritonBackend(DeviceBackend):
     """See ``DeviceBackend``."""
 
-    keeps_marked_states = False
-
     @functools.cached_property
     def _absence(self) -> str | None:
         try:

@@ -93,7 +93,6 @@ def worst_difference(name: str, model: PreTrainedModel, prompt: Prompt, output: 
     )
 
 
-@one_in(2)
 @every_family
 def test_logits_are_those_of_transformers(family: tuple[str, Path, PreTrainedModel], llm: LLM) -> None:
     """One image and three of different sizes, first, last and nearly adjacent, batched with text; then decoding."""

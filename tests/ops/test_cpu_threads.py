@@ -181,7 +181,7 @@ def test_a_tower_for_images_computes_with_all_threads() -> None:
             raise ValueError("no image")
         return torch.ones(2, 4)
 
-    pool = EmbeddingPool(VisionConfig(hidden_size=4), tower, 3, form, ([0.0] * 3, [1.0] * 3))
+    pool = EmbeddingPool(VisionConfig(hidden_size=4), tower, (3, 0), form, ([0.0] * 3, [1.0] * 3))
     image = ImageToEncode(np.array([0, 2]).tobytes(), (1, 2, 2), bytes(12))
     before = torch.get_num_threads()
     threads.set_num_threads(3)

@@ -228,7 +228,7 @@ def test_blocks_are_not_cut(kind: str, unit: int) -> None:
     for weight in (in_blocks(kind)(4, columns, 0), mxfp4(4, 96, 0)):
         assert weight.column_block == weight.shape[1] // 3
         parts = [weight.shard(1, rank, 2, weight.column_block).dense(FORM) for rank in range(2)]
-        assert [part.shape[1] // weight.column_block for part in parts] == [1, 2]
+        assert [part.shape[1] // weight.column_block for part in parts] == [2, 1]
         assert torch.equal(torch.cat(parts, dim=1), weight.dense(FORM))
 
 

@@ -18,8 +18,12 @@ from octavo import ops
 from octavo.models.config_keys import ConfigKeys, wrong
 from octavo.models.loader import WeightLoader
 from octavo.models.vision.tower import Pixels
+from octavo.ops.device_backend import is_gpu
 
 Activation = Callable[[Tensor], Tensor]
+LONG = 1024
+"""Patches from which on torch's attention is faster than ours on a GPU, though a call takes the host longer: 4,096 of
+them with 16 heads of 72 take an H200 212 us, and 258."""
 
 
 def _quick_gelu(x: Tensor) -> Tensor:
@@ -124,6 +128,10 @@ def attend(q_NAH: Tensor, k_NAH: Tensor, v_NAH: Tensor, scale: float | None = No
 
     With ``ends``, of [N, A, H], rows attend to those up to the same end."""
     *others, N, A, H = q_NAH.shape
+    is_plain = not others and not ends and k_NAH.shape[1] == A
+    if is_plain and N >= LONG and is_gpu(q_NAH) and q_NAH.element_size() == 2 and H % 8 == 0:
+        q, k, v = (x.transpose(0, 1)[None] for x in (q_NAH, k_NAH, v_NAH))
+        return functional.scaled_dot_product_attention(q, k, v, scale=scale)[0].transpose(0, 1).reshape(N, A * H)
     q, k, v = (x.reshape(-1, *x.shape[-2:]) for x in (q_NAH, k_NAH, v_NAH))
     ends = ends or range(N, len(q) + 1, N)
     return ops.encoder_attention(q, k, v, ends, H**-0.5 if scale is None else scale).view(*others, N, A * H)

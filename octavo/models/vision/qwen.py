@@ -149,7 +149,9 @@ class QwenBlock:
         N, A, K = len(x_ND), self.num_heads, self.num_kv_heads
         qk, v = self.qkv(self.norms[0](x_ND)).view(N, A + 2 * K, -1).split_with_sizes([A + K, K], dim=1)
         if self.head_norms:
-            qk = torch.cat([norm(x) for norm, x in zip(self.head_norms, qk.chunk(2, dim=1), strict=True)], dim=1)
+            qk = torch.cat(
+                [norm(x) for norm, x in zip(self.head_norms, qk.split_with_sizes([A, K], dim=1), strict=True)], dim=1
+            )
         q, k = turn(qk, *angles).split_with_sizes([A, K], dim=1)
         x_ND = x_ND + self.proj(attend(q, k, v, ends=ends))
         return x_ND + self.mlp(self.norms[1](x_ND))
@@ -179,8 +181,8 @@ def windows(
 
 
 def _window_of_patch(rows: int, columns: int, side: int, merge: int, device: torch.device) -> Tensor:
-    row, column = places(rows, columns, merge, device) // side
-    return row * -(-columns // side) + column
+    window_2N: Tensor = places(rows, columns, merge, device) // side
+    return window_2N[0] * -(-columns // side) + window_2N[1]
 
 
 @lru_cache(maxsize=64)

@@ -305,7 +305,8 @@ def shard_range(shape: tuple[int, int], dim: int, rank: int, size: int, block: i
         blocks = f" in whole blocks of {max(block, unit)}" if max(block, unit) > 1 else ""
         raise CheckpointError(f"{shape[dim]} {what} cannot be divided among {size} devices{blocks}")
     count = shape[dim] // unit
-    return range(rank * count // size * unit, (rank + 1) * count // size * unit)
+    begin, end = (-(-part * count // size) * unit for part in (rank, rank + 1))  # no part has more than the first
+    return range(begin, end)
 
 
 def row_slices(shape: tuple[int, int]) -> Iterator[slice]:

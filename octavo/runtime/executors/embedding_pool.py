@@ -25,9 +25,8 @@ from octavo.steps.messages import EncodeImages, ImageToEncode, Reply
 logger = logging.getLogger(__name__)
 
 GRAPH_PIXELS = 1 << 21
-"""A tower's kernels for more pixels take a GPU longer than the host to launch them, and their results more memory."""
-MOST_FORMS = 16
-"""Sizes of images for which graphs are kept."""
+"""Of an image, or of several sizes together, whose graphs are kept. A tower's kernels for more pixels take a GPU longer
+than the host to launch them."""
 MOST_SEEN = 1024
 """Sizes that are remembered as seen once."""
 
@@ -52,11 +51,13 @@ class EmbeddingPool:
         self,
         config: VisionConfig,
         tower: Tower,
-        num_slots: int,
+        sizes: tuple[int, int],
         form: WeightFormat,
         scaling: tuple[Sequence[float], Sequence[float]],
     ) -> None:
-        """``scaling``: mean and deviation of each colour, by which pixels are normalised."""
+        """``sizes``: number of slots, and bytes that graphs of the tower may take. ``scaling``: mean and deviation of
+        each colour, by which pixels are normalised."""
+        num_slots, self._most_bytes = sizes
         width = (1 + config.num_deep) * config.hidden_size
         self.table = torch.zeros(num_slots, width, dtype=form.dtype, device=form.device)
         self._tower, self._scaling = tower, scaling
@@ -65,6 +66,10 @@ class EmbeddingPool:
         self._inputs: dict[Form, tuple[Tensor, Tensor]] = {}
         """Slots and pixels, at places that the graph of a form reads."""
         self._graphs: Graphs[Form] | None = None
+        self._num_bytes = 0
+        """Of the graphs captured so far."""
+        self._plain = set[Form]()
+        """Sizes whose capture failed."""
 
     def execute(self, message: EncodeImages) -> Reply[None]:
         """Compute the embeddings of images."""
@@ -81,52 +86,48 @@ class EmbeddingPool:
 
     def use_graphs(self) -> None:
         """From now on, launch a tower's kernels as one graph where images of a size come again."""
-        self._graphs = Graphs(self._repeat, nullcontext)
+        if self._most_bytes:
+            self._graphs = Graphs(self._repeat, nullcontext)
 
     def forget_graphs(self) -> None:
         """Free the memory of graphs, while none runs."""
         if self._graphs is not None:
             self._graphs.clear()
             self._inputs.clear()
+            self._num_bytes = 0
 
     def _encode(self, image: ImageToEncode) -> None:
         form = Form(image.shape, image.details, len(image.slots))
         slots, pixels = np.frombuffer(image.slots, np.int64), np.frombuffer(image.pixels, np.uint8)
         inputs = self._uploaded(slots), self._uploaded(pixels).view(*image.shape, 3)
-        if self._graphs is None or not self._has_graph(form):
-            self._fill(form, *inputs)
-            return
-        if form not in self._inputs and not self._runs_ahead(form, inputs):
-            logger.info("the vision tower waits for the device: it runs without CUDA graphs")
-            self._graphs = None
-            return
-        kept = self._inputs.setdefault(form, inputs)
-        if kept is not inputs:
-            for place, given in zip(kept, inputs, strict=True):
+        if self._graphs is not None and form in self._inputs:
+            for place, given in zip(self._inputs[form], inputs, strict=True):
                 place.copy_(given)
-        self._graphs(form)
-
-    def _runs_ahead(self, form: Form, inputs: tuple[Tensor, Tensor]) -> bool:
-        """Compute an image; whether the host did not wait for the device meanwhile. A capture in which it does fails,
-        and leaves torch's random numbers unusable."""
-        torch.cuda.set_sync_debug_mode("error")
-        try:
-            self._fill(form, *inputs)
-        except RuntimeError as error:
-            if "synchronizing" not in str(error):
-                raise
+            self._graphs(form)
+        elif self._graphs is not None and self._comes_again(form):
+            self._capture(self._graphs, form, inputs)
         else:
-            return True
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
-        self._fill(form, *inputs)
-        return False
+            self._fill(form, *inputs)
 
-    def _has_graph(self, form: Form) -> bool:
-        """Whether an image is computed by a graph: of a size that was seen before, as the first may be the last."""
-        if form in self._inputs:
-            return True
-        if math.prod(form.shape) > GRAPH_PIXELS or len(self._inputs) == MOST_FORMS:
+    def _capture(self, graphs: Graphs[Form], form: Form, inputs: tuple[Tensor, Tensor]) -> None:
+        """Compute an image, and keep a graph for others of its size."""
+        torch.cuda.empty_cache()
+        before, self._inputs[form] = torch.cuda.memory_reserved(self.table.device), inputs
+        try:
+            graphs(form)
+        except RuntimeError:
+            logger.warning("images of %s are computed without a CUDA graph, more slowly", form.shape, exc_info=True)
+            del self._inputs[form]
+            self._plain.add(form)
+            self._fill(form, *inputs)
+        self._num_bytes += max(0, torch.cuda.memory_reserved(self.table.device) - before)
+
+    def _comes_again(self, form: Form) -> bool:
+        """Whether a graph is to be captured for images of a size: it was seen before, as the first may be the last, and
+        there is memory."""
+        num_pixels = math.prod(form.shape)
+        needed = self._most_bytes * num_pixels // GRAPH_PIXELS
+        if form in self._plain or self._num_bytes + needed > self._most_bytes:
             return False
         if len(self._seen) == MOST_SEEN:
             self._seen.clear()

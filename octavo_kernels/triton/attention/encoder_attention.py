@@ -10,7 +10,6 @@ Shapes: T tokens of several texts, N heads, K kv heads, H head dim, M rows of a 
 from __future__ import annotations
 
 import functools
-import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,7 +17,6 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.nn import functional
 
 from octavo.ops.attention import encoder_attention
 from octavo_kernels.triton.attention.prefill_attention import PrefillTile, config_for
@@ -29,9 +27,6 @@ MOST_ROWS = PrefillTile(128, 64, 8, 3, 128)
 """For heads of up to 128 in 16 bits where a program may have as much shared memory; up to 96 columns two programs share
 a multiprocessor."""
 LEAST_SHARED = 160 * 1024
-LONG = 1024
-"""Rows of a text from which on torch's kernel, whose calls take longer, is faster: 4,096 patches with 16 heads of 72
-take it 212 us on an H200, and this one 258."""
 
 
 def widths(head_dim: int) -> tuple[int, int]:
@@ -75,13 +70,6 @@ def _new_tiles(ends: tuple[int, ...], rows: int, device: torch.device) -> Tensor
     return on_host.to(device, non_blocking=True)
 
 
-def _suits_torch(q_TNH: Tensor, k_TKH: Tensor, ends: Sequence[int]) -> bool:
-    """Whether torch has a kernel that does not store scores, and all texts are long."""
-    N, H = q_TNH.shape[1:]
-    can = q_TNH.is_cuda and q_TNH.element_size() == 2 and H % 8 == 0 and H <= 256 and k_TKH.shape[1] == N
-    return can and all(end - start >= LONG for start, end in itertools.pairwise((0, *ends)))
-
-
 @encoder_attention.kernel(device="cuda", name="triton", preference=10, supports=declines_floats)
 def encoder_attention_triton(
     q_TNH: Tensor,
@@ -97,12 +85,6 @@ def encoder_attention_triton(
     q_TNH, k_TKH, v_TKH = (x if x.stride()[1:] == (H, 1) else x.contiguous() for x in (q_TNH, k_TKH, v_TKH))
     out_TNH = torch.empty(T, N, H, dtype=q_TNH.dtype, device=q_TNH.device)
     if not T:
-        return out_TNH
-    if not window and bias_NM is None and _suits_torch(q_TNH, k_TKH, ends):
-        for start, end in itertools.pairwise((0, *ends)):
-            q, k, v = (x[start:end].transpose(0, 1)[None] for x in (q_TNH, k_TKH, v_TKH))
-            found = functional.scaled_dot_product_attention(q, k, v, scale=scale)
-            out_TNH[start:end] = found[0].transpose(0, 1)
         return out_TNH
     config = tile_for(q_TNH.element_size(), H, shared_bytes(q_TNH.device))
     tiles = _tiles(tuple(ends), config.rows, q_TNH.device)

@@ -75,7 +75,8 @@ def config_for(
     waits for a tile's products before it asks for another tile.
     """
     head_bytes = _power_of_two(head_dim) * element
-    if has_long_context and element == 2 and head_bytes <= WIDEST and group <= 16:
+    has_shares = block_size % (LONG.tile // LONG.warps) == 0  # a warp's positions do not cross blocks
+    if has_long_context and has_shares and element == 2 and head_bytes <= WIDEST and group <= 16:
         return LONG._replace(splits=min(MAX_LONG_SPLITS, max(1, RESIDENT // pairs)))
     config = CONFIGS.get((_power_of_two(pairs), min(head_bytes, WIDEST))) or _default(pairs)
     if has_long_context:

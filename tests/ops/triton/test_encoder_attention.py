@@ -75,14 +75,3 @@ def test_a_text_does_not_depend_on_the_others(device: str) -> None:
     for part in (q, k, v):
         part[:48] = torch.nan
     assert torch.equal(encoder_attention_triton(q, k, v, ENDS, 0.3, 20)[48:], alone)
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("head_dim", [64, 72, 80, 128])
-def test_long_texts(head_dim: int) -> None:
-    q, k, v = torch.randn(3500, 6, head_dim, device="cuda").bfloat16().split(2, dim=1)
-    ends = [1100, 3500]
-    found = encoder_attention_triton(q, k, v, ends, 0.1)
-    torch.testing.assert_close(found.double(), reference((q, k, v), ends, 0.1), rtol=2**-6, atol=2**-6)
-    alone = encoder_attention_triton(q[:1100], k[:1100], v[:1100], [1100], 0.1)
-    assert torch.equal(found[:1100], alone)
