@@ -51,17 +51,17 @@ class Bound(NamedTuple):
 
 
 BOUNDS = {
-    "lines of octavo": Bound(62_500, 6_000),
-    "lines of octavo_kernels": Bound(23_000, 3_000),
-    "lines of octavo_server": Bound(21_600, 1_500),
-    "lines of octavo_fleet": Bound(8_800, 800),
-    "lines of octavo_bench": Bound(15_200, 1_500),
-    "small modules with one importer, in their own folder": Bound(38, 12),
+    "lines of octavo": Bound(62_400, 800),
+    "lines of octavo_kernels": Bound(21_700, 500),
+    "lines of octavo_server": Bound(21_400, 500),
+    "lines of octavo_fleet": Bound(8_800, 400),
+    "lines of octavo_bench": Bound(15_000, 500),
+    "small modules with one importer, in their own folder": Bound(36, 6),
     "files that a chat request enters": Bound(28, 4),
     "files that a request enters in the engine process": Bound(46, 4),
     "folders with many loose files": Bound(6, 1),
-    "names of several modules": Bound(64, 12),
-    "class names of several modules": Bound(19, 6),
+    "names of several modules": Bound(60, 6),
+    "class names of several modules": Bound(18, 3),
 }
 
 
