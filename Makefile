@@ -27,7 +27,8 @@ test: $(VENV)/.dev  ## run every test but those of `timing`; those that need a G
 	$(BIN)/python -m pytest $(SPREAD) -m "unit or system or lab" $(ARGS)
 
 # Tiers of tests: tests/tiers.py. Those of some folders alone are named, so that no others are imported.
-SPREAD := -n 2 --dist worksteal
+# Three workers keep two cores busy, as many tests wait for processes.
+SPREAD := -n 3 --dist worksteal
 CHECK_IN := tests/test_architecture.py tests/test_budget.py tests/test_tiers.py tests/cache tests/engine tests/grammar tests/text tests/server
 TEST_LAB_IN := tests/fuzz tests/mutation tests/octavo_bench tests/sim
 

@@ -32,7 +32,11 @@ SIZES: Mapping[str, int] = {
         (64, "hidden_size n_embd"),
         (96, "intermediate_size n_inner"),
         (32, "moe_intermediate_size shared_expert_intermediate_size q_lora_rank kv_lora_rank"),
-        (2, "num_hidden_layers n_layer n_layers num_key_value_heads num_experts_per_tok experts_per_token n_group"),
+        (
+            2,
+            "num_hidden_layers n_layer n_layers num_key_value_heads num_experts_per_tok experts_per_token "
+            "top_k_experts",
+        ),
         (2, "eos_token_id"),
         (0, "num_kv_shared_layers pad_token_id"),
         (4, "num_attention_heads n_head num_experts num_local_experts n_routed_experts"),
@@ -119,6 +123,8 @@ def tiny_config(architecture: str) -> dict[str, Any]:
     if found is None:
         found = _own_keys(architecture)
     config = {name: SIZES.get(name, value) if value is not None else None for name, value in found.items()}
+    if config.get("n_group", 1) > 1:  # of others, groups are not implemented
+        config["n_group"] = 2
     if "layer_types" in config:
         config["layer_types"] = sorted(set(config["layer_types"] or ()))[: SIZES["num_hidden_layers"]]
     if "kv_lora_rank" in config:
