@@ -123,7 +123,7 @@ def tiny_config(architecture: str) -> dict[str, Any]:
     if found is None:
         found = _own_keys(architecture)
     config = {name: SIZES.get(name, value) if value is not None else None for name, value in found.items()}
-    if config.get("n_group", 1) > 1:  # of others, groups are not implemented
+    if (config.get("n_group") or 1) > 1:  # of others, groups are not implemented
         config["n_group"] = 2
     if "layer_types" in config:
         config["layer_types"] = sorted(set(config["layer_types"] or ()))[: SIZES["num_hidden_layers"]]
