@@ -60,7 +60,7 @@ def test_batching_preemption_and_streaming_change_nothing(
     roomy = serve("--max-num-seqs", "1", "--no-enable-prefix-caching", env={"OMP_NUM_THREADS": "1"})
     bodies = mixed_requests(count, seed=1)
     for body in bodies[::2]:  # sequences are preempted when they grow by several blocks
-        body |= {"max_tokens": 70, "ignore_eos": True}
+        body |= {"max_tokens": 90, "ignore_eos": True}
 
     async def alone() -> list[Any]:
         async with client_of(roomy) as client:
@@ -90,7 +90,7 @@ def test_guesses_change_nothing(server: Server, serve: Callable[..., Server]) ->
     assert 0 < stats["num_accepted_drafts"] <= stats["num_drafts"]
 
 
-@pytest.mark.parametrize("count", nightly_after(1, (20, 100)))
+@pytest.mark.parametrize("count", nightly_after(1, (30, 100)))
 def test_mixed_requests_with_drafts(server: Server, serve: Callable[..., Server], tmp_path: Path, count: int) -> None:
     """Bitwise what they are without, among drafts, preemptions and grammars."""
     settings = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "adaptive": False}
