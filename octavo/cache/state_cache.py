@@ -38,8 +38,8 @@ from octavo.steps.limits import StateSize
 from octavo.types import HeldState, Sequence
 
 MOST_MARKS = 32
-"""Snapshots that one step takes within a chunk, and at most a quarter of all: until they are committed they cannot be
-evicted, whatever they save."""
+"""Snapshots that a step takes within a sequence's chunk, and at most a quarter of all for each sequence: until they are
+committed they cannot be evicted, whatever they save."""
 CopyState = Callable[[int, int], None]
 """Copies the state of one slot to another, behind all steps submitted before."""
 
