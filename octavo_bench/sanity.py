@@ -87,6 +87,10 @@ UNPUBLISHED: Mapping[str, Mapping[str, Any]] = {
         **_STATE, "model_type": "granitemoehybrid", "num_local_experts": 4, "num_experts_per_tok": 2,
         "shared_intermediate_size": 32, "layer_types": ["linear_attention", "full_attention"],
     },
+    "JambaForCausalLM": {
+        **_PLAIN, "model_type": "jamba", "num_experts": 4, "num_experts_per_tok": 2, "attn_layer_period": 2,
+        "attn_layer_offset": 1, "mamba_d_state": 16,
+    },
     "Lfm2ForCausalLM": {**_PLAIN, "model_type": "lfm2", "layer_types": ["conv", "full_attention"]},
     "Lfm2MoeForCausalLM": {
         **_PLAIN, **_EXPERTS, "model_type": "lfm2_moe", "layer_types": ["conv", "full_attention"],

@@ -41,6 +41,7 @@ STATE_TYPES = {
     "nemotron_h",
     "granitemoehybrid",
     "falcon_h1",
+    "jamba",
 }
 WITH_STATE = [row for row in ROWS if ROWS[row][0] in STATE_TYPES]
 

@@ -309,6 +309,27 @@ ROWS: dict[str, tuple[str, dict[str, Any]]] = {
         {**MAMBA, "mamba_rms_norm": True, "mamba_norm_before_gate": False, "attention_bias": True, "mlp_bias": True},
     ),
     "bamba/one_of_two": ("bamba", {**MAMBA, "attn_layer_indices": [1]}),
+    "jamba/experts": (
+        "jamba",
+        {
+            "num_hidden_layers": 4,
+            "attn_layer_period": 3,
+            "attn_layer_offset": 1,
+            "num_experts": 5,
+            "mamba_d_state": 6,
+            "mamba_dt_rank": 5,
+        },
+    ),
+    "jamba/dense": (
+        "jamba",
+        {
+            **dict.fromkeys(("attn_layer_period", "num_hidden_layers"), 2),
+            **dict.fromkeys(("attn_layer_offset", "num_experts", "num_experts_per_tok"), 1),
+            **dict.fromkeys(("mamba_proj_bias", "tie_word_embeddings"), True),
+            "mamba_conv_bias": False,
+            "mamba_d_conv": 3,
+        },
+    ),
     "kimi_linear/experts": (
         "kimi_linear",
         {

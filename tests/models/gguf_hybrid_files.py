@@ -24,6 +24,7 @@ HYBRIDS = {
     "nemotron_h_dense": "NEMOTRON_H",
     "granitemoehybrid": "GRANITE_HYBRID",
     "falcon_h1": "FALCON_H1",
+    "jamba": "JAMBA",
     "kimi_linear": "KIMI_LINEAR",
 }
 
@@ -42,7 +43,7 @@ def converted(kind: str, config: dict[str, Any], name: str, tensor: Tensor) -> d
     if kind.startswith("lfm2"):
         name = name.replace("expert_bias", "expert_bias.bias")
         return {name: tensor.squeeze(1) if name.endswith("conv.conv.weight") else tensor}
-    if kind in ("mamba", "falcon_mamba"):
+    if kind in ("mamba", "falcon_mamba", "jamba"):
         return {name: -tensor.exp() if name.endswith("A_log") else tensor.squeeze(1) if "conv1d.w" in name else tensor}
     return _mamba(kind, config, name, tensor)
 
@@ -177,6 +178,20 @@ def write_keys(writer: gguf.GGUFWriter, kind: str, config: dict[str, Any]) -> No
         writer.add_ssm_state_size(config["state_size"])
         writer.add_ssm_time_step_rank(config["time_step_rank"])
         writer.add_ssm_dt_b_c_rms(kind == "falcon_mamba")
+        return
+    if kind == "jamba":
+        kinds = ["linear_attention"] * config["num_hidden_layers"]
+        for i in range(config["attn_layer_offset"], len(kinds), config["attn_layer_period"]):
+            kinds[i] = "full_attention"
+        writer.add_ssm_conv_kernel(config["mamba_d_conv"])
+        writer.add_ssm_inner_size(config["mamba_expand"] * config["hidden_size"])
+        writer.add_ssm_state_size(config["mamba_d_state"])
+        writer.add_ssm_time_step_rank(config["mamba_dt_rank"])
+        writer.add_feed_forward_length(config["intermediate_size"])
+        writer.add_head_count(config["num_attention_heads"])
+        writer.add_head_count_kv([config["num_key_value_heads"] * (own == "full_attention") for own in kinds])
+        writer.add_expert_count(config["num_experts"])
+        writer.add_expert_used_count(config["num_experts_per_tok"])
         return
     if kind == "mamba2":
         writer.add_head_count(0)

@@ -79,6 +79,8 @@ ROWS: dict[str, dict[str, Any]] = {
     "granitemoehybrid/dense_with_rope": {},
     "falcon_h1/factors": {},
     "falcon_h1/gated_first": {"attention_bias": False, "mlp_bias": False},
+    "jamba/experts": {},
+    "jamba/dense": {},
     "kimi_linear/experts": {},
     "afmoe/gated": {},
     "apertus/learned_activation": rope("default"),

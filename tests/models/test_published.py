@@ -125,6 +125,17 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         layernorm_linear_attention_alpha=3.5565588200778455, layernorm_linear_attention_beta=1.0,
         layernorm_mlp_alpha=3.5565588200778455, layernorm_mlp_beta=1.0,
     ),
+    "jamba-1.5-mini": {
+        **shape(
+            "JambaForCausalLM", 65536, 4096, 14336, 8, 32, 8, 262144,
+            attn_layer_offset=4, attn_layer_period=8, expert_layer_offset=1, expert_layer_period=2,
+            mamba_conv_bias=True, mamba_d_conv=4, mamba_d_state=16, mamba_dt_rank=256, mamba_expand=2,
+            mamba_inner_layernorms=True, mamba_proj_bias=False, num_experts=16, num_experts_per_tok=2,
+            num_logits_to_keep=1, output_router_logits=False, pad_token_id=0, router_aux_loss_coef=0.001,
+            sliding_window=None, tie_word_embeddings=False, use_mamba_kernels=True,
+        ),
+        "rms_norm_eps": 1e-6,
+    },
     "trinity-mini": shape(
         "AfmoeForCausalLM", 200192, 2048, 6144, 32, 32, 4, 131072,
         head_dim=128, global_attn_every_n_layers=4, sliding_window=2048, layer_types=["sliding_attention"] * 3 * 8
@@ -248,6 +259,12 @@ def test_what_they_say() -> None:
         ("trinity-mini", {"route_norm": False}, "route_norm is False; it must be True"),
         ("kimi-linear-48b", {"mla_use_nope": False}, "mla_use_nope is False; it must be true"),
         ("kimi-linear-48b", {"linear_attn_config": {"heads": 3}}, "linear_attn_config"),
+        (
+            "jamba-1.5-mini",
+            {"attn_layer_offset": 8},
+            "attn_layer_offset is 8; it must be less than attn_layer_period, 8",
+        ),
+        ("jamba-1.5-mini", {"mamba_inner_layernorms": False}, "mamba_inner_layernorms"),
         ("minimax-m1", {"postnorm": False}, "postnorm is False; it must be true"),
         ("minimax-m1", {"attn_type_list": [1, 2]}, "attn_type_list"),
         ("qwen2.5-7b", {"use_mrope": True}, "use_mrope"),

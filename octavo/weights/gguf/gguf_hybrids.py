@@ -307,6 +307,45 @@ def _falcon_h1(data: Metadata, config: Config) -> None:
     config["mamba_norm_before_gate"] = False
 
 
+# Jamba: Mamba with norms of its parts, attention, and experts in some layers.
+
+JAMBA = {
+    **_mamba_names("mamba"),
+    **{name: own for name, own in FALCON.items() if not name.startswith("ssm")},
+    "ssm_x": "mamba.x_proj",
+    "ssm_dt": "mamba.dt_proj",
+    "ssm_dt_norm": "mamba.dt_layernorm",
+    "ssm_b_norm": "mamba.b_layernorm",
+    "ssm_c_norm": "mamba.c_layernorm",
+    "ffn_gate_inp": "feed_forward.router",
+    "ffn_gate_exps": "feed_forward.experts.*.gate_proj",
+    "ffn_up_exps": "feed_forward.experts.*.up_proj",
+    "ffn_down_exps": "feed_forward.experts.*.down_proj",
+}
+
+
+def _jamba(data: Metadata, config: Config) -> None:
+    num_layers, kv_heads = config["num_hidden_layers"], _attention_layers(data, config)
+    config["hidden_act"], config["intermediate_size"] = "silu", data.count("feed_forward_length")
+    config["num_key_value_heads"] = max(1, *kv_heads)
+    config["rms_norm_eps"] = data.real("attention.layer_norm_rms_epsilon")
+    inner, D = data.count("ssm.inner_size"), config["hidden_size"]
+    if inner % D:
+        data.fail("ssm.inner_size", f"is {inner}, but must be a multiple of embedding_length, {D}")
+    config["mamba_expand"], config["mamba_d_conv"] = inner // D, data.count("ssm.conv_kernel")
+    config["mamba_d_state"], config["mamba_dt_rank"] = data.count("ssm.state_size"), data.count("ssm.time_step_rank")
+    config["mamba_conv_bias"], config["mamba_proj_bias"] = has_bias(data, "ssm_conv1d"), has_bias(data, "ssm_in")
+    config["num_experts"] = data.count("expert_count", 1, low=0) or 1
+    config["num_experts_per_tok"] = data.count("expert_used_count", 1, low=0) or 1
+    routed = [f"blk.{i}.ffn_gate_inp.weight" in data.file.tensors for i in range(num_layers)]
+    for name, marks in (("attn_layer", kv_heads), ("expert_layer", routed)):
+        found = [i for i, mark in enumerate(marks) if mark] + [num_layers]
+        period, offset = found[1] - found[0] if len(found) > 2 else num_layers + 1, found[0]
+        if [i for i in range(num_layers) if i % period == offset] != found[:-1]:
+            data.fail("attention.head_count_kv", f"layers of the kind {name} must be one of every so many")
+        config[f"{name}_period"], config[f"{name}_offset"] = period, offset
+
+
 # Kimi-Linear: Kimi Delta Attention and latent attention.
 
 KIMI = {
@@ -383,5 +422,6 @@ HYBRIDS: dict[str, GgufFamily] = {
     ),
     "granitehybrid": GgufFamily("GraniteMoeHybridForCausalLM", GRANITE, _granite_hybrid, is_permuted=True),
     "falcon-h1": GgufFamily("FalconH1ForCausalLM", FALCON, _falcon_h1, FALCON_OUTER),
+    "jamba": GgufFamily("JambaForCausalLM", JAMBA, _jamba, FALCON_OUTER),
     "kimi-linear": GgufFamily("KimiLinearForCausalLM", KIMI, _kimi_linear),
 }

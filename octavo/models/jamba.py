@@ -1,0 +1,90 @@
+"""Jamba (arXiv 2403.19887): Mamba with normed parts in most layers, attention without positions in every few, and
+experts in every other layer."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from octavo.models.config_keys import ConfigKeys, wrong
+from octavo.models.decoder import NO_WINDOWS, Decoder, read_decoder
+from octavo.models.falcon_h1 import NAMES
+from octavo.models.hybrid import HybridLayer, Recurrence, ScanSizes, load_mamba, read_rank
+from octavo.models.loader import WeightLoader
+from octavo.models.moe import read_experts
+from octavo.models.parts import DecoderConfig, ExpertsPart
+from octavo.ops.moe import Routing
+
+EXPERTS: dict[str, Any] = {
+    "router": "feed_forward.router",
+    "experts": "feed_forward.experts",
+    "stacked": ("gate_up_proj", "down_proj"),
+}
+UNUSED = (
+    "use_mamba_kernels",
+    "use_mambapy",
+    "use_associative_scan",
+    "num_logits_to_keep",
+    "calc_logits_for_entire_prompt",
+)
+"""Keys of other implementations."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class JambaConfig(DecoderConfig):
+    mamba: ScanSizes
+
+
+class JambaLayer(HybridLayer):
+    """Mamba or attention, then the feed-forward layer or experts."""
+
+    def load_recurrence(self, config: DecoderConfig, weights: WeightLoader, prefix: str) -> Recurrence:
+        assert isinstance(config, JambaConfig)
+        D, name, sizes = config.hidden_size, f"{prefix}.mamba", config.mamba
+        self.o_proj = weights.row(f"{name}.out_proj", D, sizes.inner, sizes.has_bias)
+        return load_mamba(weights, name, sizes, D, self.input_norm)
+
+
+def _every(keys: ConfigKeys, name: str, period: int, offset: int, num_layers: int) -> tuple[bool, ...]:
+    """For each layer, whether it is one of every so many."""
+    period, offset = keys.size(f"{name}_period", period), keys.size(f"{name}_offset", offset, low=0)
+    if offset >= period:
+        raise wrong(f"{name}_offset", offset, f"less than {name}_period, {period}")
+    return tuple(i % period == offset for i in range(num_layers))
+
+
+class JambaForCausalLM(Decoder):
+    layer_class = JambaLayer
+
+    @classmethod
+    def read_config(cls, keys: ConfigKeys, max_len: int | None) -> DecoderConfig:
+        config = read_decoder(keys, max_len, windows=NO_WINDOWS, has_bias=False, mlp_bias=False, names=NAMES)
+        config = dataclasses.replace(config.with_attention(rope=None), ropes=())
+        attends = _every(keys, "attn_layer", 8, 4, config.num_layers)
+        keys.pass_over(*UNUSED)
+        if not keys.flag("mamba_inner_layernorms", True):
+            raise wrong("mamba_inner_layernorms", False, "true")
+        D = config.hidden_size
+        mamba = ScanSizes(
+            inner=keys.size("mamba_expand", 2) * D,
+            state_size=keys.size("mamba_d_state", 16),
+            rank=read_rank(keys, "mamba_dt_rank", D),
+            width=keys.size("mamba_d_conv", 4, low=2),
+            has_conv_bias=keys.flag("mamba_conv_bias", True),
+            has_bias=keys.flag("mamba_proj_bias"),
+            norms=("dt_layernorm", "b_layernorm", "c_layernorm"),
+            norm_eps=config.norm_eps,
+        )
+        moe = read_experts(
+            keys,
+            config,
+            count_keys=("num_experts", "num_local_experts"),
+            num_chosen=2,
+            normalises=False,
+            is_sparse=_every(keys, "expert_layer", 2, 1, config.num_layers),
+        )
+        if moe.num_experts > 1:
+            routing = Routing(moe.num_chosen, moe.normalises)
+            config = config.with_experts(ExpertsPart(moe=moe, routing=routing, **EXPERTS))
+        config = config.with_caches([None if attends_here else mamba.cache for attends_here in attends])
+        return config.extended(JambaConfig, mamba=mamba)
