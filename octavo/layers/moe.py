@@ -17,7 +17,7 @@ from octavo.layers.norm import Norm, RMSNorm
 from octavo.ops.collective import SINGLE_RANK, Collective
 from octavo.ops.elementwise import sigmoid
 from octavo.ops.linear import Activation
-from octavo.ops.moe import Routing
+from octavo.ops.moe import CappedSwish, Routing
 
 
 class Routes(threading.local):
@@ -71,7 +71,12 @@ class SharedExpert:
     """``scale * down(act(gate(x)) * up(x))`` for all tokens, times ``sigmoid(share(x))`` with a gate ``share``."""
 
     def __init__(
-        self, gate_up: Linear, down: Linear, activation: Activation, share: Linear | None = None, scale: float = 1.0
+        self,
+        gate_up: Linear,
+        down: Linear,
+        activation: Activation | CappedSwish,
+        share: Linear | None = None,
+        scale: float = 1.0,
     ) -> None:
         self.scale = scale
         self.gate_up = gate_up
@@ -81,7 +86,10 @@ class SharedExpert:
 
     def __call__(self, x_TD: Tensor, residual_TD: Tensor) -> Tensor:
         """Its result, plus ``residual``, which may be overwritten."""
-        gated_TF = self.gate_up(x_TD, activation=self.activation)
+        if isinstance(self.activation, str):
+            gated_TF = self.gate_up(x_TD, activation=self.activation)
+        else:
+            gated_TF = self.activation(self.gate_up(x_TD))
         if self.share is None and self.scale == 1.0:
             return self.down(gated_TF, residual=residual_TD)
         if self.share is None:

@@ -34,6 +34,7 @@ from octavo.models.loader import ExpertShape, WeightLoader
 from octavo.models.parts import AttentionPart, DecoderConfig, ExpertsPart, HeadNorm
 from octavo.models.rope import half_split_rows
 from octavo.ops.attention import HeadLayout, LayerCache, PagedRows
+from octavo.ops.moe import ClampedSwish
 from octavo.quant.stored.stored_weight import Order
 
 FeedForward = Callable[[Tensor], Tensor]
@@ -217,11 +218,12 @@ class DecoderLayer:
     ) -> SharedExpert:
         """The expert that all tokens use."""
         D, F, has_bias = config.hidden_size, part.moe.shared_size, part.shared_has_bias
-        assert isinstance(part.moe.activation, str)
+        activation = part.shared_activation or part.moe.activation
+        assert not isinstance(activation, ClampedSwish)
         return SharedExpert(
             weights.gate_up([f"{prefix}.{name}" for name in part.shared], F, D, has_bias),
             weights.partial_row(f"{prefix}.{part.shared_down}", D, F, has_bias),
-            part.moe.activation,
+            activation,
             None if part.shared_gate is None else weights.replicated(f"{prefix}.{part.shared_gate}", 1, D),
             part.shared_scale,
         )

@@ -401,21 +401,23 @@ class WeightLoader:
         shape: ExpertShape,
         order: Order,
         has_bias: bool = False,
-        names: tuple[str, str] = ("gate_up_proj", "down_proj"),
+        names: tuple[str, ...] = ("gate_up_proj", "down_proj"),
         is_transposed: bool | None = None,
     ) -> Mixture:
-        """Experts that the checkpoint stacks in two tensors, ``names`` behind the prefix.
+        """Experts that the checkpoint stacks in two tensors, ``names`` behind the prefix, or in three, where gates and
+        ups are apart.
 
         Unquantised matrices are stored as [inputs, outputs] if ``is_transposed``; ``None``: unless their shapes say
         otherwise.
         ``order`` is the index of the stored row for each row of gates, then ups.
         """
         X, D, F = shape.num_experts, shape.hidden_size, shape.ffn_size
-        gate_up_name, down_name = (f"{prefix}.{name}" for name in names)
+        *ups, down_name = (f"{prefix}.{name}" for name in names)
+        gate_up_name, each = ups[0], 2 * F // len(ups)
         if is_transposed is None:
             shapes = self.tensors.shape(gate_up_name), self.tensors.shape(down_name)
             is_transposed = shapes != ((X, 2 * F, D), (X, D, F))  # one alone may be a square
-        gate_ups = self._method.stack(gate_up_name, (X, 2 * F, D), self.tensors, is_transposed)
+        stacks = {name: self._method.stack(name, (X, each, D), self.tensors, is_transposed) for name in ups}
         downs = self._method.stack(down_name, (X, D, F), self.tensors, is_transposed)
         unit, biases = downs[0].column_block, None
         if has_bias:
@@ -423,8 +425,9 @@ class WeightLoader:
             biases = [*gate_up_bias.chunk(2, dim=1), self._numbers(f"{down_name}_bias", (X, D))]
 
         def gate_up(index: int) -> list[StoredWeight]:
-            whole = quantized(gate_up_name, gate_ups[index], self.form)
-            return [self._of_expert(gate_up_name, whole.rows(half), 0, unit) for half in (order[:F], order[F:])]
+            wholes = [quantized(name, stack[index], self.form) for name, stack in stacks.items()]
+            halves = wholes if len(ups) == 2 else [wholes[0].rows(half) for half in (order[:F], order[F:])]
+            return [self._of_expert(gate_up_name, half, 0, unit) for half in halves]
 
         return self._mixture(
             shape,

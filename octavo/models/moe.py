@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from octavo.models.config import ACTIVATIONS, ModelConfig
 from octavo.models.config_keys import ConfigKeys, wrong
 from octavo.ops.linear import Activation
-from octavo.ops.moe import ClampedSwish, Routing
+from octavo.ops.moe import CappedSwish, ClampedSwish, Routing
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,7 +17,7 @@ class MoESettings:
     num_experts: int
     num_chosen: int
     """Experts selected for each token."""
-    activation: Activation | ClampedSwish
+    activation: Activation | ClampedSwish | CappedSwish
     expert_size: int
     """Width of one expert."""
     dense_size: int

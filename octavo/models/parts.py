@@ -17,7 +17,7 @@ from octavo.models.layer_cache import LayerCacheSpec
 from octavo.models.moe import MoESettings
 from octavo.models.rope import RopeContext, read_rope
 from octavo.ops.linear import Activation
-from octavo.ops.moe import Routing
+from octavo.ops.moe import CappedSwish, Routing
 
 
 class Names(NamedTuple):
@@ -140,14 +140,16 @@ class ExpertsPart:
     """Of the tensor that is added to the scores for the selection."""
     experts: str = "mlp.experts"
     projections: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
-    stacked: tuple[str, str] | None = None
-    """Of the tensors [experts, outputs, inputs] with gates and ups, and with downs, if experts are stacked: always,
-    if they are the weights of linear layers; else they may be [experts, inputs, outputs]."""
+    stacked: tuple[str, ...] | None = None
+    """Of the tensors [experts, outputs, inputs] with gates and ups, in one or in two, and with downs, if experts are
+    stacked: always, if they are the weights of linear layers; else they may be [experts, inputs, outputs]."""
     shared: tuple[str, ...] = ("mlp.shared_experts.gate_proj", "mlp.shared_experts.up_proj")
     shared_down: str = "mlp.shared_experts.down_proj"
     shared_gate: str | None = None
     """Of the map to how much the shared expert counts for a token."""
     shared_scale: float = 1.0
+    shared_activation: Activation | CappedSwish | None = None
+    """That of the shared expert, if it is not the others'."""
     shared_has_bias: bool = False
 
 

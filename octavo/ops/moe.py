@@ -121,6 +121,18 @@ class ClampedSwish(NamedTuple):
         return (gate * sigmoid(self.alpha * gate) * (up + 1)).to(gate_up.dtype)
 
 
+class CappedSwish(NamedTuple):
+    """The gate of Step 3.5: ``min(silu(gate), limit) * up``, ups within ``limit`` of zero."""
+
+    limit: float
+
+    def __call__(self, gate_up: Tensor) -> Tensor:
+        wide = gate_up.to(torch.promote_types(gate_up.dtype, torch.float32))
+        gate, up = wide.chunk(2, dim=-1)
+        capped = (gate * sigmoid(gate)).clamp(max=self.limit)
+        return (capped * up.clamp(-self.limit, self.limit)).to(gate_up.dtype)
+
+
 class SquaredReLU(NamedTuple):
     """The square of ReLU (arXiv 2109.08668), of experts without gates."""
 
@@ -129,7 +141,7 @@ class SquaredReLU(NamedTuple):
         return wide.relu().square().to(up.dtype)
 
 
-ExpertActivation = Activation | ClampedSwish | SquaredReLU
+ExpertActivation = Activation | ClampedSwish | CappedSwish | SquaredReLU
 
 
 def has_gates(activation: ExpertActivation) -> bool:

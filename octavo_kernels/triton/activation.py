@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from octavo.ops.activation import gelu, gelu_and_mul, silu_and_mul
-from octavo.ops.moe import ClampedSwish, ExpertActivation, SquaredReLU
+from octavo.ops.moe import CappedSwish, ClampedSwish, ExpertActivation, SquaredReLU
 from octavo_kernels.triton.launch import after_predecessor, declines_floats, launch
 
 # ---- gates: The gates of gated activations, for kernels that hold a gate and an up.
@@ -23,6 +23,8 @@ def activation_of(activation: ExpertActivation | None) -> dict[str, Any]:
     """Constants of kernels for an activation, with a gate or without, or for none."""
     if isinstance(activation, ClampedSwish):
         return {"ACTIVATION": "clamped_swish", "ALPHA": activation.alpha, "LIMIT": activation.limit}
+    if isinstance(activation, CappedSwish):
+        return {"ACTIVATION": "capped_swish", "ALPHA": 0.0, "LIMIT": activation.limit}
     name = "squared_relu" if isinstance(activation, SquaredReLU) else activation
     return {"ACTIVATION": name, "ALPHA": 0.0, "LIMIT": 0.0}
 
@@ -31,15 +33,20 @@ def activation_of(activation: ExpertActivation | None) -> dict[str, Any]:
 def gated(
     gate: tl.tensor, up: tl.tensor, ACTIVATION: tl.constexpr, ALPHA: tl.constexpr = 0.0, LIMIT: tl.constexpr = 0.0
 ) -> tl.tensor:
-    """``act(gate) * up`` in float32; ACTIVATION is "silu", "gelu", "gelu_tanh" or, as ``ClampedSwish``,
-    "clamped_swish"."""
-    tl.static_assert(
-        ACTIVATION == "silu" or ACTIVATION == "gelu" or ACTIVATION == "gelu_tanh" or ACTIVATION == "clamped_swish"
-    )
+    """``act(gate) * up`` in float32; ACTIVATION is "silu", "gelu", "gelu_tanh", "clamped_swish" (``ClampedSwish``) or
+    "capped_swish" (``CappedSwish``)."""
+    CLAMPS: tl.constexpr = ACTIVATION == "clamped_swish" or ACTIVATION == "capped_swish"
+    tl.static_assert(ACTIVATION == "silu" or ACTIVATION == "gelu" or ACTIVATION == "gelu_tanh" or CLAMPS)
+    if CLAMPS:
+        up = tl.where(up > LIMIT, LIMIT, tl.where(up < -LIMIT, -LIMIT, up))  # NaN stays NaN
     if ACTIVATION == "clamped_swish":
-        gate = tl.where(gate > LIMIT, LIMIT, gate)  # NaN stays NaN
-        up = tl.where(up > LIMIT, LIMIT, tl.where(up < -LIMIT, -LIMIT, up)) + 1.0
+        gate = tl.where(gate > LIMIT, LIMIT, gate)
+        up = up + 1.0
         share = tl.sigmoid(ALPHA * gate)
+    elif ACTIVATION == "capped_swish":
+        gate = gate * tl.sigmoid(gate)
+        gate = tl.where(gate > LIMIT, LIMIT, gate)
+        share = 1.0
     elif ACTIVATION == "silu":
         share = tl.sigmoid(gate)
     elif ACTIVATION == "gelu":

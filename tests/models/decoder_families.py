@@ -202,6 +202,20 @@ ROWS: dict[str, tuple[str, dict[str, Any]]] = {
         | {"num_attention_heads_per_layer": [4, 8, 4], "shared_expert_intermediate_size": 40}
         | {"moe_routed_scaling_factor": 1.7},
     ),
+    "step3p5/limited": (
+        "step3p5",
+        {"num_key_value_heads": 2, "n_routed_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 24}
+        | {"share_expert_dim": 40, "num_hidden_layers": 4, "head_dim": 16, "sliding_window": 9, "pad_token_id": 1}
+        | {"layer_types": [*SLIDES, *SLIDES], "num_sliding_attention_heads": 8, "moe_router_scaling_factor": 1.7}
+        | {"mlp_layer_types": ["dense", "sparse", "sparse", "sparse"]}
+        | {"swiglu_limits": [0, 0, 0.3, 0.2], "swiglu_limits_shared": [0, 0.2, 0, 0.3]}
+        | {
+            "rope_parameters": {
+                "full_attention": {**ROTATED_HALF["rope_parameters"], "rope_theta": 900.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
+            }
+        },
+    ),
     "youtu/latent": ("youtu", {key: value for key, value in DEEPSEEK.items() if key not in ROUTED}),
     "solar_open/shared": ("solar_open", {**ROUTED, "n_shared_experts": 2, "head_dim": 16}),
     "flex_olmo/normed_experts": ("flex_olmo", {"num_experts": 5, "num_experts_per_tok": 2, "num_key_value_heads": 2}),

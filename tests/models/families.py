@@ -17,7 +17,12 @@ from transformers import (
     Mistral4ForCausalLM,
     PreTrainedConfig,
     PreTrainedModel,
+    Step3p7PreTrainedModel,
+    Step3p7TextConfig,
+    Step3p7TextModel,
 )
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping, register_checkpoint_conversion_mapping
+from transformers.modeling_outputs import CausalLMOutput
 
 from tests.models import decoder_families
 from tests.tiers import nightly
@@ -25,6 +30,33 @@ from tests.tiers import nightly
 # transformers lists it among models of images alone
 AutoModelForCausalLM.register(Mistral4Config, Mistral4ForCausalLM, exist_ok=True)
 
+
+class Step3p5ForCausalLM(Step3p7PreTrainedModel):
+    """The text part of Step 3.7 with a head, which is Step 3.5: the library has it within the whole alone."""
+
+    config_class = Step3p7TextConfig
+
+    def __init__(self, config: Step3p7TextConfig) -> None:
+        super().__init__(config)
+        self.model = Step3p7TextModel(config)
+        self.lm_head = torch.nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()
+
+    def forward(self, input_ids: torch.Tensor, use_cache: bool = False) -> CausalLMOutput:
+        hidden = self.model(input_ids, use_cache=use_cache).last_hidden_state
+        return CausalLMOutput(logits=self.lm_head(hidden))
+
+
+AutoModelForCausalLM.register(Step3p7TextConfig, Step3p5ForCausalLM, exist_ok=True)
+register_checkpoint_conversion_mapping(  # to the names of published checkpoints
+    "step3p5",
+    [
+        conversion
+        for conversion in get_checkpoint_conversion_mapping("step3p7")
+        if any("moe" in name or "share_expert" in name for name in conversion.source_patterns)
+    ],
+    overwrite=True,
+)
 VOCAB_SIZE = 97
 MAX_LEN = 400
 SHAPE = {

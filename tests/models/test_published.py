@@ -13,7 +13,7 @@ from octavo.models.kimi_linear import KimiLinearConfig
 from octavo.models.minimax import MiniMaxConfig
 from octavo.models.parts import DecoderConfig, ExpertsPart
 from octavo.models.registry import read_config
-from octavo.ops.moe import ClampedSwish
+from octavo.ops.moe import CappedSwish, ClampedSwish
 
 COMMON = {
     "attention_dropout": 0.0,
@@ -144,6 +144,25 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         num_shared_experts=1, rope_theta=10000, route_norm=True, route_scale=2.826, score_func="sigmoid",
         tie_word_embeddings=False, topk_group=1, use_grouped_mm=True, auto_map={},
     ),
+    "step-3.5-flash": {
+        **shape(
+            "Step3p5ForCausalLM", 128896, 4096, 11264, 45, 64, 8, 262144,
+            num_attention_groups=8, head_dim=128, att_impl_type="GQA", moe_num_experts=288, moe_top_k=8, use_moe=True,
+            moe_intermediate_size=1280, share_expert_dim=1280, moe_layers_enum=",".join(map(str, range(3, 45))),
+            moe_every_n_layer=1, moe_layer_offset=0, moe_router_activation="sigmoid", moe_router_scaling_factor=3.0,
+            need_fp32_gate=True, norm_expert_weight=True, num_nextn_predict_layers=3, max_seq_len=262144,
+            layer_types=["full_attention", *["sliding_attention"] * 3] * 12, sliding_window=512, use_qk_norm=False,
+            rope_theta=[5e6, 1e4, 1e4, 1e4] * 12, partial_rotary_factors=[0.5, 1.0, 1.0, 1.0] * 12, use_rope_layers=[],
+            rope_scaling={"rope_type": "llama3", "factor": 2.0, "low_freq_factor": 1.0, "high_freq_factor": 32.0,
+                          "original_max_position_embeddings": 131072},
+            yarn_only_types=["full_attention"], use_head_wise_attn_gate=True, use_moe_router_bias=True, sink=False,
+            swiglu_limits=[0.0] * 43 + [7.0, 7.0] + [0.0] * 3, swiglu_limits_shared=[0.0] * 43 + [16.0] * 2 + [0.0] * 3,
+            attention_other_setting={"attention_type": "sliding_attention", "head_dim": 128, "num_attention_groups": 8,
+                                     "num_attention_heads": 96, "true_head_dim": 128},
+            tie_word_embeddings=False, zero_centered=True, auto_map={},
+        ),
+        "num_key_value_heads": None,
+    },
     "kimi-linear-48b": {
         **shape(
             "KimiLinearForCausalLM", 163840, 2304, 9216, 5, 32, 32, 0,
@@ -242,6 +261,11 @@ def test_what_they_say() -> None:
     v3 = read("deepseek-v3-widened", DeepseekConfig)
     assert (v3.head_dim, v3.num_kv_heads, v3.layers[-1].mlp.routing.groups) == (576, 1, (8, 4))
     assert v3.layers[0].attention.scale == pytest.approx(192**-0.5 * 1.3689**2, rel=1e-4)
+    step = read("step-3.5-flash", DecoderConfig)
+    assert [(part.attention.num_heads, part.attention.window) for part in step.layers[:2]] == [(64, 0), (96, 512)]
+    assert [width for _, width in step.ropes] == [64, 128]
+    assert [part.mlp.shared_activation for part in step.layers[-3:]] == ["silu", CappedSwish(16.0), CappedSwish(16.0)]
+    assert [part.mlp.moe.activation for part in step.layers[-3:]] == ["silu", CappedSwish(7.0), CappedSwish(7.0)]
     kimi, m1 = read("kimi-linear-48b", KimiLinearConfig), read("minimax-m1", MiniMaxConfig)
     assert [spec.kind for spec in kimi.cache] == ["state"] * 3 + ["latent"] * 2
     assert (m1.ropes[0][1], [spec.kind for spec in m1.cache]) == (64, ["state"] * 7 + ["attention"])
@@ -257,6 +281,18 @@ def test_what_they_say() -> None:
         ("deepseek-v2-lite", {"norm_topk_prob": True}, "norm_topk_prob"),
         ("deepseek-v2-lite", {"moe_layer_freq": 2}, "moe_layer_freq"),
         ("trinity-mini", {"route_norm": False}, "route_norm is False; it must be True"),
+        (
+            "step-3.5-flash",
+            {"swiglu_limits_shared": [1.0] * 45},
+            "swiglu_limits_shared is 1.0; it must be 0 for layer 0",
+        ),
+        (
+            "step-3.5-flash",
+            {"rope_theta": [*range(1, 46)]},
+            "rope_theta is .*; it must be the same in all layers of full",
+        ),
+        ("step-3.5-flash", {"rope_theta": [1e4]}, "rope_theta is .*; it must be a list of 45 or more"),
+        ("step-3.5-flash", {"attention_other_setting": {"head_dim": 64}}, "head_dim is 64; it must be 128"),
         ("kimi-linear-48b", {"mla_use_nope": False}, "mla_use_nope is False; it must be true"),
         ("kimi-linear-48b", {"linear_attn_config": {"heads": 3}}, "linear_attn_config"),
         (

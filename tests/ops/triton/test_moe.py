@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from octavo.ops.moe import ClampedSwish, ExpertActivation, Experts, SquaredReLU, has_gates, moe
+from octavo.ops.moe import CappedSwish, ClampedSwish, ExpertActivation, Experts, SquaredReLU, has_gates, moe
 from octavo_kernels.triton.experts.expert_tiles import sort_into_tiles, tile_rows
 from octavo_kernels.triton.experts.grouped_moe import are_few, moe_triton
 from octavo_kernels.triton.launch import invariant
@@ -40,6 +40,7 @@ def make(
         ("gelu_tanh", False, torch.bfloat16),
         ("silu", True, torch.float16),
         (ClampedSwish(1.7, 1.0), True, torch.float32),
+        (CappedSwish(0.4), False, torch.float32),
         (SquaredReLU(), True, torch.float32),
         (SquaredReLU(), False, torch.bfloat16),
     ],
