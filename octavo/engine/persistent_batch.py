@@ -95,10 +95,7 @@ class PersistentBatch:
         return index
 
     def _give(self, seq: Sequence) -> int:
-        if not self._free:
-            self._free = [index for index, owner in enumerate(self.owners) if owner is None or not _needs_index(owner)]
-            assert self._free, "more sequences are running than there are batch indices"
-        index = self._free.pop()
+        index = self._free_index()
         self.owners[index] = seq
         seq.batch_index = index
         for tables in self.tables:
@@ -111,6 +108,16 @@ class PersistentBatch:
         self.seeds[index] = seed - 2**64 if seed >= 2**63 else seed
         self._set_extras(index, seq)
         return index
+
+    def _free_index(self) -> int:
+        """An index that no sequence needs: one that did not may have been preempted then, and runs again."""
+        while self._free:
+            index = self._free.pop()
+            if not _needs_index(self.owners[index]):
+                return index
+        self._free = [index for index, owner in enumerate(self.owners) if not _needs_index(owner)]
+        assert self._free, "more sequences are running than there are batch indices"
+        return self._free.pop()
 
     def _set_extras(self, index: int, seq: Sequence) -> None:
         params = seq.request.params
@@ -134,8 +141,8 @@ class PersistentBatch:
         self.num_sent[index] = -1
 
 
-def _needs_index(seq: Sequence) -> bool:
-    return seq.status is Status.RUNNING or seq.num_in_flight > 0
+def _needs_index(seq: Sequence | None) -> bool:
+    return seq is not None and (seq.status is Status.RUNNING or seq.num_in_flight > 0)
 
 
 def is_masked(seq: Sequence) -> bool:
