@@ -13,6 +13,7 @@ from octavo.images.processors import (
     LLAMA4_MARKS,
     TILE_END,
     ImageProcessor,
+    by_tile,
     in_ended,
     in_named,
     in_places,
@@ -82,6 +83,24 @@ def _aya(config: Mapping[str, Any], given: Mapping[str, Any]) -> ImageProcessor 
     )
 
 
+def _got_ocr2(config: Mapping[str, Any], given: Mapping[str, Any]) -> ImageProcessor:
+    side, count = _side_of(config, given, 1024, 4, 16)
+    least, most = int(given.get("min_patches") or 1), int(given.get("max_patches") or 12)
+    if not given.get("crop_to_patches"):
+        least = most = 1
+    settings = {"rule": "grid", "height": side, "width": side, "tokens": count, "least": least, "most": most}
+    return ImageProcessor(
+        settings=settings | {"resample": int(given.get("resample", 3)), "most_pixels": MOST_PIXELS},
+        placeholder="<imgpad>",
+        around=("<img>", "</img>"),
+        token=int(config.get("image_token_index") or config.get("image_token_id") or 151_859),
+        token_text="<imgpad>",
+        num_tokens=count,
+        layout=by_tile,
+        **scaling(given, CLIP_MEAN, CLIP_DEVIATION),
+    )
+
+
 def _llama4(config: Mapping[str, Any], given: Mapping[str, Any]) -> ImageProcessor | None:
     if (found := _tokens(config, LLAMA4_MARKS)) is None:
         return None
@@ -122,7 +141,7 @@ def _deepseek_vl2(config: Mapping[str, Any], given: Mapping[str, Any]) -> ImageP
     )
 
 
-def _lfm2(config: Mapping[str, Any], given: Mapping[str, Any]) -> ImageProcessor:
+def _lfm2(config: Mapping[str, Any], given: Mapping[str, Any]) -> ImageProcessor | None:
     if given.get("use_thumbnail") is False:
         raise ValueError("use_thumbnail is false")
     merge, patch = int(given.get("downsample_factor") or 2), int(given.get("encoder_patch_size") or 16)
@@ -136,6 +155,8 @@ def _lfm2(config: Mapping[str, Any], given: Mapping[str, Any]) -> ImageProcessor
     settings |= {"whole": {"rule": "area", "factor": factor, "shortest": factor, **areas}}
     settings |= {"tolerance": float(given.get("max_pixels_tolerance") or 2.0), "tokens": (tile // factor) ** 2}
     places = [LFM_PLACE.format(row, column) for row in range(1, most + 1) for column in range(1, most // row + 1)]
+    if (found := _tokens(config, [*places, LFM_WHOLE])) is None:
+        return None
     return ImageProcessor(
         settings=settings | {"resample": int(given.get("resample", 2)), "most_pixels": MOST_PIXELS},
         placeholder="<image>",
@@ -144,7 +165,7 @@ def _lfm2(config: Mapping[str, Any], given: Mapping[str, Any]) -> ImageProcessor
         token=int(config.get("image_token_id") or config.get("image_token_index") or 396),
         token_text="<image>",
         num_tokens=(tile // factor) ** 2,
-        vocabulary={text: config[TOKENS][text] for text in (*places, LFM_WHOLE)},
+        vocabulary=found,
         layout=in_places,
         **scaling(given, HALF, HALF),
     )
@@ -154,6 +175,7 @@ TILED: dict[str, Maker] = {
     "AyaVisionForConditionalGeneration": _aya,
     "Cohere2VisionForConditionalGeneration": _cohere,
     "DeepseekVLV2ForCausalLM": _deepseek_vl2,
+    "GotOcr2ForConditionalGeneration": _got_ocr2,
     "Lfm2VlForConditionalGeneration": _lfm2,
     "Llama4ForConditionalGeneration": _llama4,
 }

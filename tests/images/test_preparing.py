@@ -335,3 +335,13 @@ def test_missing_tokens_are_named(tmp_path: Path) -> None:
     (folder / "tokenizer.json").unlink()
     with pytest.raises(CheckpointError, match="the image processor cannot be read: KeyError"):
         read_processor(folder)
+
+
+def test_a_vocabulary_without_the_tokens_of_tiles_has_no_images(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Such a model serves text."""
+    folder = folder_of("Lfm2VlForConditionalGeneration", tmp_path)
+    (folder / "tokenizer.json").unlink()
+    assert read_processor(folder) is None
+    assert "images are refused: the vocabulary has no <|img_row_1_col_1|>" in caplog.text

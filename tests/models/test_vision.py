@@ -33,7 +33,7 @@ ONE, TALL, SMALL = picture(100, 70, 1), picture(64, 150, 2), picture(33, 44, 3)
 TOLERANCE = 1e-3
 WITH_STATE = ("qwen3_5", "lfm2_vl")
 """Families that reuse a prefix of 64 tokens or a multiple, as they have recurrent states."""
-ROOM = {"llava_next": (22, 128), "llava_onevision": (18, 128)}
+ROOM = {"granite_vision": (22, 128), "llava_next": (22, 128), "llava_onevision": (18, 128)}
 """Blocks, and tokens of a sequence, with room for two prompts of an image but not for the answers."""
 Prompt = tuple[list[int], list[Image.Image]]
 

@@ -512,6 +512,39 @@ FAMILIES = {
             LlavaNextProcessor, NEXT_PROCESSOR, num_additional_image_tokens=1, vision_feature_select_strategy="default"
         ),
     ),
+    "granite_vision": Family(
+        "llava_next",
+        {
+            "text_config": {"model_type": "granite", **TEXT, "embedding_multiplier": 3.0, "residual_multiplier": 0.5},
+            "vision_config": {"model_type": "siglip_vision_model", **SMALL_TOWER},
+            "image_token_index": IMAGE,
+            "image_grid_pinpoints": POINTS,
+            "vision_feature_layer": [0, -3, -1],
+            "vision_feature_select_strategy": "full",
+        },
+        NEXT_PROCESSOR,
+        _in_lines(
+            LlavaNextProcessor, NEXT_PROCESSOR, num_additional_image_tokens=0, vision_feature_select_strategy="full"
+        ),
+    ),
+    "got_ocr2": Family(
+        "got_ocr2",
+        {
+            "text_config": {"model_type": "qwen2", **TEXT},
+            "vision_config": {
+                **SMALL_TOWER,
+                "image_size": 64,
+                "patch_size": 8,
+                "mlp_dim": 48,
+                "output_channels": 16,
+                "window_size": 3,
+                "global_attn_indexes": [1],
+            },
+            "image_token_id": IMAGE,
+        },
+        partial(GotOcr2ImageProcessorPil, size={"height": 64, "width": 64}),
+        _by_tile,
+    ),
     "pixtral": Family(
         "llava",
         {

@@ -1,7 +1,8 @@
 """LLaVA 1.5 (arXiv 2310.03744), LLaVA-NeXT (1.6) and LLaVA-OneVision (arXiv 2408.03326): CLIP or SigLIP, and two maps.
 
 LLaVA 1.5 takes the middle of an image. The others take the entire image and tiles of it; rows of embeddings that are
-padding are left out, and a learned embedding ends the others.
+padding are left out, and a learned embedding ends the others. Granite Vision (arXiv 2502.09927) is a LLaVA-NeXT with
+SigLIP that joins the outputs of several layers.
 
 Shapes: B tiles, N patches of a tile, D model.
 """
@@ -27,6 +28,8 @@ class LlavaConfig(VisionConfig):
     siglip: SiglipConfig
     activation: Activation
     has_bias: bool
+    scale: float
+    """By which Granite multiplies embeddings, and what its decoder here has in place of the residuals' factor."""
 
 
 class LlavaTower:
@@ -44,22 +47,26 @@ class LlavaTower:
         is_clip = kind == "clip_vision_model"
         siglip = read_siglip(inner, "quick_gelu" if is_clip else "gelu_pytorch_tanh")
         layer, strategy = keys.get("vision_feature_layer", cls.layer), keys.get("vision_feature_select_strategy")
-        if not isinstance(layer, int) or not -siglip.depth <= layer <= siglip.depth:
-            raise wrong("vision_feature_layer", layer, "the number of one layer")
+        layers = layer if isinstance(layer, list) and layer else [layer]
+        if not all(type(number) is int and -siglip.depth - 1 <= number <= siglip.depth for number in layers):
+            raise wrong("vision_feature_layer", layer, f"numbers of layers up to {siglip.depth}")
+        layers = [number if number >= 0 else siglip.depth + 1 + number for number in layers]
         if strategy not in (None, "default" if is_clip else "full"):
             raise wrong("vision_feature_select_strategy", strategy, "default" if is_clip else "full")
-        depth = layer if layer >= 0 else siglip.depth + 1 + layer
+        taken = {"depth": max(layers), "outputs": tuple(layers) if len(layers) > 1 else ()}
         eps = inner.number("layer_norm_eps", 1e-5 if is_clip else 1e-6)
         return LlavaConfig(
             hidden_size=text.size("hidden_size", 4096),
-            siglip=dataclasses.replace(siglip, depth=depth, eps=eps, is_clip=is_clip, has_last_norm=False),
+            siglip=dataclasses.replace(siglip, **taken, eps=eps, is_clip=is_clip, has_last_norm=False),
             activation=keys.choice("projector_hidden_act", ACTIVATIONS, "gelu"),
             has_bias=keys.flag("multimodal_projector_bias", True),
+            scale=text.number("embedding_multiplier", 1.0) / text.number("residual_multiplier", 1.0),
         )
 
     def __init__(self, config: LlavaConfig, weights: WeightLoader) -> None:
         self.config = config
         D, wide, name = config.siglip.width, config.hidden_size, "multi_modal_projector"
+        D *= len(config.siglip.outputs) or 1
         self.siglip = Siglip(config.siglip, weights, tower_prefix(weights))
         self.up = Affine(weights, f"{name}.linear_1", (wide, D), config.has_bias)
         self.down = Affine(weights, f"{name}.linear_2", (wide, wide), config.has_bias)
@@ -71,7 +78,7 @@ class LlavaTower:
     def tiles(self, image: Pixels) -> Tensor:
         """The embeddings of each tile: [B, N, D]."""
         x_BND = self.siglip(normalised(image.pixels, image.mean, image.deviation))
-        return self.down(self.config.activation(self.up(x_BND)))
+        return self.down(self.config.activation(self.up(x_BND))) * self.config.scale
 
 
 class LlavaNextTower(LlavaTower):
@@ -79,7 +86,7 @@ class LlavaNextTower(LlavaTower):
 
     def __init__(self, config: LlavaConfig, weights: WeightLoader) -> None:
         super().__init__(config, weights)
-        self.line_end = weights.dense("image_newline", config.hidden_size)
+        self.line_end = weights.dense("image_newline", config.hidden_size) * config.scale
 
     def __call__(self, image: Pixels) -> Tensor:
         """The embeddings of the entire image, then those of its tiles, row by row over all of them."""

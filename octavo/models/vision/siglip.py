@@ -46,6 +46,8 @@ class SiglipConfig:
     is_clip: bool = False
     """Whether it has a token for the image, which is dropped, and a norm before the layers instead of behind them."""
     has_last_norm: bool = True
+    outputs: tuple[int, ...] = ()
+    """Layers, of which the first is 1, whose outputs are joined; 0: their input. Empty: the last one's output."""
 
     @property
     def side(self) -> int:
@@ -118,7 +120,7 @@ class Siglip:
             self.norm = LayerNorm(weights, f"{prefix}.post_layernorm", D, config.eps)
 
     def __call__(self, images_BYXC: Tensor) -> Tensor:
-        """The last layer's output for normalised images: [B, N, D]."""
+        """The last layer's output for normalised images, or those of some layers side by side: [B, N, D]."""
         flat = torch.stack([patches(image, self.config.patch) for image in images_BYXC]).to(self.form.dtype)
         x_BND = functional.linear(flat, self.patch_map, self.patch_bias)
         if self.first_norm is not None:
@@ -126,8 +128,13 @@ class Siglip:
             x_BND = self.first_norm(x_BND + self.places)
         else:
             x_BND = x_BND + self.places
-        for layer in self.layers:
+        found = {0: x_BND}
+        for number, layer in enumerate(self.layers, 1):
             x_BND = layer(x_BND)
+            if number in self.config.outputs:
+                found[number] = x_BND
+        if self.config.outputs:
+            x_BND = torch.cat([found[number] for number in self.config.outputs], dim=-1)
         if self.first_norm is not None:
             x_BND = x_BND[:, 1:]
         return x_BND if self.norm is None else self.norm(x_BND)

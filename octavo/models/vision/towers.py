@@ -22,6 +22,7 @@ from octavo.models.vision.moonvit import MoonTower
 from octavo.models.vision.naflex import LfmTower, PaddleOCRTower
 from octavo.models.vision.pixtral import LightOnTower, Mistral3Tower, PixtralTower
 from octavo.models.vision.qwen import ExaoneTower, Qwen2Tower, Qwen3Tower, Qwen25Tower
+from octavo.models.vision.sam import GotTower
 from octavo.models.vision.siglip import Gemma3Tower, Idefics3Tower
 from octavo.models.vision.tower import Tower, VisionConfig, axes_tensor
 from octavo.quant.stored.stored_weight import WeightFormat
@@ -51,6 +52,7 @@ TOWERS: dict[str, Family] = {
     "Glm4vForConditionalGeneration": Glm4vTower,
     "Glm4vMoeForConditionalGeneration": Glm4vTower,
     "GlmOcrForConditionalGeneration": GlmOcrTower,
+    "GotOcr2ForConditionalGeneration": GotTower,
     "Idefics3ForConditionalGeneration": Idefics3Tower,
     "InternVLChatModel": InternVLChatTower,
     "InternVLForConditionalGeneration": InternVLTower,
