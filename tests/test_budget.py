@@ -36,8 +36,8 @@ REGISTRIES = {
     "octavo_bench.cli.bench",
 }
 """Modules that import the rows of a table."""
-CATALOGUES = {"octavo/cli", "octavo/models", "octavo/text/tool_calls"}
-"""Folders of equals: a file for each command, family of models and format of calls."""
+CATALOGUES = {"octavo/cli", "octavo/models", "octavo/models/vision", "octavo/text/tool_calls"}
+"""Folders of equals: a file for each command, family of models, kind of tower and format of calls."""
 OPS = ("octavo/ops", "octavo_kernels/")
 """Here a name stands for one operation: its contract, and what each kind of device does."""
 

@@ -82,6 +82,14 @@ def in_two_views(processor: ImageProcessor, image: PreparedImage) -> list[int]:
     return [processor.token] * (cells * (cells + 1) + 1 + rows * cells * (columns * cells + 1))
 
 
+def in_views(processor: ImageProcessor, image: PreparedImage) -> list[int]:
+    """The embeddings of an image's tiles, if there are any, of the entire image, and one behind them; in DeepSeek-OCR
+    one ends each line."""
+    settings, (rows, columns, *_) = processor.settings, image.details
+    cells, ends = settings["cells"], settings["line_end"]
+    return [processor.token] * (rows * cells * (columns * cells + ends) + settings["whole"])
+
+
 def quarter(cells: int) -> int:
     """Embeddings of a frame with ``cells`` patches in a row."""
     return math.ceil(cells / 2) ** 2

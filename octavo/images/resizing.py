@@ -100,6 +100,8 @@ def low(settings: dict[str, Any]) -> dict[str, Any]:
             return {**settings, "least": 1, "most": 1}
         case "split":
             return {**settings, "longest": settings["side"]}
+        case "views":
+            return {**settings, "most": 0}
         case "pinpoints" | "padded pinpoints":
             return {**settings, "pinpoints": [min(settings["pinpoints"], key=math.prod)]}
     return settings
@@ -128,6 +130,8 @@ def limited(settings: dict[str, Any], most_tokens: int) -> dict[str, Any]:
             most = max(1, min(settings["most"], tiles))
             known = {"whole": {**whole, "least": min(whole["least"], area), "most": area}}
             return {**settings, **known, "least": 1 if most < settings["least"] else settings["least"], "most": most}
+        case "views":
+            return {**settings, "most": min(settings["most"], (most_tokens - settings["whole"]) // settings["tokens"])}
         case "split":
             tiles = most_tokens // (settings["tokens"] + 4) - 1  # four tokens are around those of a tile
             longest = max(1, math.isqrt(max(1, tiles))) * settings["side"]

@@ -19,6 +19,7 @@ from octavo.images.processors import (
     in_places,
     in_separated,
     in_two_views,
+    in_views,
 )
 
 logger = logging.getLogger(__name__)
@@ -141,6 +142,30 @@ def _deepseek_vl2(config: Mapping[str, Any], given: Mapping[str, Any]) -> ImageP
     )
 
 
+def _deepseek_ocr(config: Mapping[str, Any], given: Mapping[str, Any]) -> ImageProcessor:
+    """Both versions; what only code says in DeepSeek's own repositories is the default here."""
+    is_second = "2" in config["architectures"][0]
+    scaled, cell, ends = scaling(given, HALF, HALF), 4 * int(given.get("patch_size") or 16), 0 if is_second else 1
+    side = int((given.get("size") or {}).get("height") or config["vision_config"].get("image_size") or 1024)
+    tile = int(given.get("tile_size") or (768 if is_second else 640))
+    least, most = int(given.get("min_patches") or 2), int(given.get("max_patches") or (6 if is_second else 9))
+    if given.get("crop_to_patches") is False:
+        side, most = tile if is_second else side, 0
+    cells, whole = tile // cell, side // cell
+    settings = {"rule": "views", "side": side, "height": tile, "width": tile, "least": least, "most": most}
+    settings |= {"cells": cells, "line_end": ends, "tokens": cells * (cells + ends)}
+    settings |= {"whole": whole * (whole + ends) + 1, "resample": int(given.get("resample", 3))}
+    grey = given.get("background_color") or [int(mean * 255) for mean in scaled["mean"]]
+    return ImageProcessor(
+        settings=settings | {"grey": [int(number) for number in grey], "most_pixels": MOST_PIXELS},
+        placeholder="<image>",
+        token=int(config.get("image_token_id") or config[TOKENS]["<image>"]),
+        token_text="<image>",
+        layout=in_views,
+        **scaled,
+    )
+
+
 def _lfm2(config: Mapping[str, Any], given: Mapping[str, Any]) -> ImageProcessor | None:
     if given.get("use_thumbnail") is False:
         raise ValueError("use_thumbnail is false")
@@ -174,6 +199,9 @@ def _lfm2(config: Mapping[str, Any], given: Mapping[str, Any]) -> ImageProcessor
 TILED: dict[str, Maker] = {
     "AyaVisionForConditionalGeneration": _aya,
     "Cohere2VisionForConditionalGeneration": _cohere,
+    "DeepseekOCR2ForCausalLM": _deepseek_ocr,
+    "DeepseekOCRForCausalLM": _deepseek_ocr,
+    "DeepseekOcr2ForConditionalGeneration": _deepseek_ocr,
     "DeepseekVLV2ForCausalLM": _deepseek_vl2,
     "GotOcr2ForConditionalGeneration": _got_ocr2,
     "Lfm2VlForConditionalGeneration": _lfm2,

@@ -94,6 +94,18 @@ def in_padded_pinpoint(image: Image.Image, settings: dict[str, Any]) -> Tiles:
     return [whole, *_cut(large, side, side)], (point[0] // side, point[1] // side)
 
 
+def in_views(image: Image.Image, settings: dict[str, Any]) -> Tiles:
+    """Tiles of an image that is larger than one, its ratio nearly kept; and the entire image in the middle of grey. The
+    numbers are those of ``vision.parts.unpacked`` (DeepSeek-OCR)."""
+    tile, side, (rows, columns) = settings["height"], settings["side"], (0, 0)
+    tiles: list[Image.Image] = []
+    if max(image.size) > tile and settings["most"] >= settings["least"]:
+        rows, columns = best_grid(image.height, image.width, settings)
+        tiles = _cut(_resized(image, (rows * tile, columns * tile), settings), tile, tile)
+    whole = ImageOps.pad(image, (side, side), RESAMPLING[settings["resample"]], tuple(settings["grey"]))
+    return [*tiles, whole], (rows, columns, tile, tile, side, side)
+
+
 def split(image: Image.Image, settings: dict[str, Any]) -> Tiles:
     """Tiles of the image and then the entire one; only that if it fits into a tile. The numbers: rows and columns of
     tiles, 0 if there are none but the entire image."""
@@ -135,6 +147,7 @@ TILINGS: dict[str, Callable[[Image.Image, dict[str, Any]], Tiles]] = {
     "parts": in_parts,
     "pinpoints": in_pinpoint,
     "split": split,
+    "views": in_views,
 }
 
 

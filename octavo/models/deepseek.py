@@ -1,8 +1,9 @@
-"""DeepSeek-V2 (arXiv 2405.04434) and V3 (arXiv 2412.19437): multi-head latent attention (MLA), group-limited routing.
+"""DeepSeekMoE (arXiv 2401.06066), DeepSeek-V2 (2405.04434), V3 (2412.19437): shared experts, latent attention (MLA).
 
-Keys and values of all heads are linear maps of one latent vector; all heads share one rotated key. With the weights
-absorbed, queries are projected into the latent space and outputs back out of it, so attention has a single KV head
-whose key is (rotated part, latent) and whose value is that key. The cache holds nothing else.
+The first has Llama's attention. In the others, keys and values of all heads are linear maps of one latent vector; all
+heads share one rotated key. With the weights absorbed, queries are projected into the latent space and outputs back out
+of it, so attention has a single KV head whose key is (rotated part, latent) and whose value is that key. The cache
+holds nothing else.
 
 Shapes: T tokens of the step, D model, N heads, L latent, P unrotated part of a head, R rotated part, H = R + L,
 V value part of a head, X experts, G groups of experts.
@@ -13,7 +14,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import Tensor
 
@@ -31,6 +32,8 @@ from octavo.ops.attention import LayerCache, PagedRows
 from octavo.ops.latent_attention import EXPANDED_WIDTHS, LatentHeads, expanded_bytes, expanded_positions
 from octavo.ops.moe import Routing
 
+Config = TypeVar("Config", bound=DecoderConfig)
+LATENT_KEYS = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 LATENT_EPS = 1e-6
 """Epsilon of the norms within attention, independent of ``rms_norm_eps``."""
 
@@ -82,7 +85,12 @@ def read_latent(keys: ConfigKeys, max_len: int | None, rope: Mapping[str, Any] |
 def read_deepseek(keys: ConfigKeys, max_len: int | None, scoring: str, **names: Any) -> DeepseekConfig:
     """Read the configuration of V2 (``scoring`` "softmax") or V3 ("sigmoid"); ``names``: other ones in
     ``ExpertsPart``."""
-    config, is_v2, expert_size = read_latent(keys, max_len), scoring == "softmax", keys.size("moe_intermediate_size")
+    return with_experts(keys, read_latent(keys, max_len), scoring, **names)
+
+
+def with_experts(keys: ConfigKeys, config: Config, scoring: str, **names: Any) -> Config:
+    """With the experts of V2 or V3."""
+    is_v2, expert_size = scoring == "softmax", keys.size("moe_intermediate_size")
     first = keys.size("first_k_dense_replace", 0 if is_v2 else 3, low=0)
     moe = read_experts(
         keys,
@@ -158,6 +166,18 @@ class DeepseekLayer(DecoderLayer):
         if step.query_scale_T1 is not None:
             q_TW.mul_(step.query_scale_T1)
         return latent_attention(q_TW, self.kv_proj(h_TD), self.latent_heads, cos_TR, sin_TR, cache, rows).flatten(1)
+
+
+class DeepseekForCausalLM(Decoder):
+    """DeepSeekMoE (arXiv 2401.06066), DeepSeek-OCR's and the smallest DeepSeek-VL2's text part: V2's experts, and
+    Llama's attention."""
+
+    @classmethod
+    def read_config(cls, keys: ConfigKeys, max_len: int | None) -> DecoderConfig:
+        keys.must_be({"use_mla": (False,)})
+        keys.pass_over(*LATENT_KEYS)
+        given = {key: value for key, value in keys.values.items() if key not in LATENT_KEYS}
+        return with_experts(keys, read_decoder(keys.over(given), max_len, windows=NO_WINDOWS), "softmax")
 
 
 class DeepseekV2ForCausalLM(Decoder):

@@ -47,6 +47,8 @@ PADDLE = {
 }
 TEXT_MODELS: dict[str, tuple[str, Mapping[str, Any]]] = {
     "cohere2": ("Cohere2ForCausalLM", {}),
+    "deepseek": ("DeepseekForCausalLM", {}),
+    "deepseek_ocr2_text": ("DeepseekForCausalLM", {}),
     "deepseek_v2": ("DeepseekV2ForCausalLM", {}),
     "deepseek_v3": ("DeepseekV3ForCausalLM", {}),
     "exaone4": ("Exaone4ForCausalLM", {}),
@@ -87,6 +89,9 @@ TEXT_MODELS: dict[str, tuple[str, Mapping[str, Any]]] = {
 }
 """``model_type`` of a text part to its architecture, and defaults that published configurations omit."""
 TEXT_PARTS: dict[str, str] = {
+    "DeepseekOCR2ForCausalLM": "deepseek",
+    "DeepseekOCRForCausalLM": "deepseek",
+    "DeepseekOcr2ForConditionalGeneration": "deepseek_ocr2_text",
     "DeepseekVLV2ForCausalLM": "deepseek_v2",
     "AyaVisionForConditionalGeneration": "cohere2",
     "Cohere2VisionForConditionalGeneration": "cohere2",
@@ -144,7 +149,7 @@ PREFIXES = {
 LEFT_OUT = re.compile(
     r"(model\.)?(vision|vision_tower|vision_model|vision_encoder|vision_projection|visual|visual_embeddings_table|connector|"
     r"multi_modal_projector|mm_projector|projector|mlp_AR|mlp1|patch_merge_mlp|image_newline|image_tower|video_tower|audio_tower|embed_vision|"
-    r"embed_audio|vision_embedder|view_seperator)\b"
+    r"embed_audio|vision_embedder|view_sep[ea]rator|sam_model|qwen2_model)\b"
 )
 """Names of the other parts."""
 OF_HEADS = re.compile(r"(lm_head|score|classifier)\.")
@@ -173,6 +178,8 @@ def text_config(values: Mapping[str, Any]) -> Mapping[str, Any]:
         raise wrong("text_config.model_type", kind, f"one of {', '.join(TEXT_MODELS)}")
     if kind == "deepseek_v2" and inner.get("topk_method") == "noaux_tc":  # the largest DeepSeek-VL2
         kind = "deepseek_v3"
+    if kind == "deepseek_v2" and inner.get("use_mla") is False:  # the smallest one, and DeepSeek-OCR
+        kind = "deepseek"
     name, defaults = TEXT_MODELS[kind]
     outer = {key: values[key] for key in OUTER if key in values}
     given = {key: value for key, value in {**outer, **inner}.items() if value is not None}

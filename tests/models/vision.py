@@ -48,6 +48,7 @@ from tests.models.vision_base import (
     tokenizer,
     without_torchvision,
 )
+from tests.models.vision_ocr import OCR
 from tests.models.vision_tiled import TILED
 
 
@@ -296,10 +297,11 @@ KIMI = {
     "tie_word_embeddings": False,
 }
 INPUTS = ("pixel_values", "pixel_attention_mask", "image_grid_thw", "image_position_ids", "image_sizes")
-INPUTS += ("spatial_shapes",)
+INPUTS += ("spatial_shapes", "pixel_values_local", "num_local_patches", "patches_grid")
 """What models take of what processors give."""
 FAMILIES = {
     **TILED,
+    **OCR,
     "qwen2_5_vl": Family(
         "qwen2_5_vl",
         {
@@ -526,24 +528,6 @@ FAMILIES = {
         _in_lines(
             LlavaNextProcessor, NEXT_PROCESSOR, num_additional_image_tokens=0, vision_feature_select_strategy="full"
         ),
-    ),
-    "got_ocr2": Family(
-        "got_ocr2",
-        {
-            "text_config": {"model_type": "qwen2", **TEXT},
-            "vision_config": {
-                **SMALL_TOWER,
-                "image_size": 64,
-                "patch_size": 8,
-                "mlp_dim": 48,
-                "output_channels": 16,
-                "window_size": 3,
-                "global_attn_indexes": [1],
-            },
-            "image_token_id": IMAGE,
-        },
-        partial(GotOcr2ImageProcessorPil, size={"height": 64, "width": 64}),
-        _by_tile,
     ),
     "pixtral": Family(
         "llava",

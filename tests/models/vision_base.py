@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from unittest.mock import MagicMock, patch
 
+from PIL import Image
 from tokenizers import Tokenizer
 from tokenizers.decoders import ByteLevel as ByteLevelDecoder
 from tokenizers.models import BPE
@@ -91,3 +92,12 @@ def without_torchvision(name: str, kind: str) -> Any:
     stubs["torchvision.transforms.v2.functional"] = MagicMock()
     with patch.dict(sys.modules, stubs):
         return importlib.import_module(f"transformers.models.{name}.{kind}_{name}")
+
+
+def cut_up(image: Image.Image, rows: int, columns: int, side: int) -> list[Image.Image]:
+    """Tiles row by row."""
+    places = [(side * row, side * column) for row in range(rows) for column in range(columns)]
+    return [image.crop((left, top, left + side, top + side)) for top, left in places]
+
+
+HALF = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}

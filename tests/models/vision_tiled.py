@@ -31,6 +31,7 @@ from transformers import (
 from transformers.image_utils import SizeDict
 
 from tests.models.vision_base import (
+    HALF,
     IMAGE,
     PIXTRAL_VISION,
     QWEN_SIZE,
@@ -38,6 +39,7 @@ from tests.models.vision_base import (
     SMALL_TOWER,
     TEXT,
     Family,
+    cut_up,
     of_grid,
     tokenizer,
     without_torchvision,
@@ -79,15 +81,6 @@ def packed(tiles: Sequence[Any], side: int) -> dict[str, Any]:
         pixels[i, : rows * columns] = cells.reshape(rows * columns, -1)
     mask = (torch.arange(int(counts.max())) < counts[:, None]).int()
     return {"pixel_values": pixels, "pixel_attention_mask": mask, "spatial_shapes": shapes}
-
-
-def cut_up(image: Image.Image, rows: int, columns: int, side: int) -> list[Image.Image]:
-    """Tiles row by row."""
-    places = [(side * row, side * column) for row in range(rows) for column in range(columns)]
-    return [image.crop((left, top, left + side, top + side)) for top, left in places]
-
-
-HALF = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}
 
 
 def _cohere(image: Image.Image) -> Cut:

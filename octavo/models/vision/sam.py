@@ -1,14 +1,15 @@
 """The encoder of SAM (arXiv 2304.02643), and the tower of GOT-OCR 2 (arXiv 2409.01704) around it.
 
-Most layers attend within windows, which are filled up with zeros. Learned vectors of the distance in rows and in columns
-give each query a bias for each key: here they are further numbers of the query, and keys say their row and column in
-theirs. Convolutions make one embedding of sixteen patches.
+Most layers attend within windows, which are filled up with zeros. Learned vectors of the distance in rows and in
+columns give each query a bias for each key: here the biases are further numbers of the query, and keys say their row
+and column in theirs. Convolutions make one embedding of sixteen patches.
 
 Shapes: B tiles, Y X rows and columns of patches, D width, A heads, H head dim.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -140,7 +141,7 @@ class Sam:
         self.patch_map = weights.dense(f"{name}.weight", D, 3, P, P).reshape(D, -1)
         self.patch_bias = weights.dense(f"{name}.bias", D)
         size = 1, config.side, config.side, D
-        self.places = weights.dense(f"{prefix}.pos_embed", *size) if config.has_places else None
+        self.places = weights.dense(f"{prefix}.pos_embed", *size)[0] if config.has_places else None
         windows = [0 if layer in config.full_layers else config.window for layer in range(config.depth)]
         self.layers = [SamLayer(config, weights, f"{prefix}.layers.{i}", window) for i, window in enumerate(windows)]
         self.neck_map = weights.dense(f"{prefix}.neck.conv1.weight", out, D, 1, 1).reshape(out, D)
@@ -154,21 +155,35 @@ class Sam:
         flat = torch.stack([patches(image, self.config.patch) for image in images_BYXC]).to(self.form.dtype)
         x_BYXD = functional.linear(flat, self.patch_map, self.patch_bias).view(B, Y, X, -1)
         if self.places is not None:
-            x_BYXD = x_BYXD + self._places(Y, X)
+            x_BYXD = x_BYXD + resized(self.places, Y, X)
         for layer in self.layers:
             x_BYXD = layer(x_BYXD)
         x_BYXD = self.neck_norms[0](functional.linear(x_BYXD, self.neck_map))
         x_BCYX = functional.conv2d(x_BYXD.permute(0, 3, 1, 2), self.neck_kernel, padding=1)
         return self.neck_norms[1](x_BCYX.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
 
-    def _places(self, rows: int, columns: int) -> Tensor:
-        """The learned positions, interpolated where images have another size: [1, rows, columns, D]."""
-        assert self.places is not None
-        if self.places.shape[1:3] == (rows, columns):
-            return self.places
-        grid = self.places.float().permute(0, 3, 1, 2)
-        found = functional.interpolate(grid, (rows, columns), mode="bicubic", antialias=True)
-        return found.permute(0, 2, 3, 1).to(self.places.dtype)
+
+class Halving:
+    """Convolutions, each of which halves rows and columns."""
+
+    def __init__(self, weights: WeightLoader, names: Sequence[str], sizes: Sequence[int]) -> None:
+        """``sizes``: numbers of a place before the first one and behind each."""
+        pairs = zip(names, sizes[1:], sizes, strict=False)
+        self.kernels = [weights.dense(f"{name}.weight", after, before, 3, 3) for name, after, before in pairs]
+
+    def __call__(self, x_BCYX: Tensor) -> Tensor:
+        for kernel in self.kernels:
+            x_BCYX = functional.conv2d(x_BCYX, kernel, stride=2, padding=1)
+        return x_BCYX
+
+
+def resized(grid_YXD: Tensor, rows: int, columns: int) -> Tensor:
+    """Learned positions, interpolated where there are more or fewer: [rows, columns, D]."""
+    if grid_YXD.shape[:2] == (rows, columns):
+        return grid_YXD
+    grid = grid_YXD.float().permute(2, 0, 1)[None]
+    found = functional.interpolate(grid, (rows, columns), mode="bicubic", antialias=True)
+    return found[0].permute(1, 2, 0).to(grid_YXD.dtype)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -187,15 +202,11 @@ class GotTower:
     def __init__(self, config: GotConfig, weights: WeightLoader) -> None:
         C, wide, name = config.sam.output_size, config.hidden_size, "multi_modal_projector"
         self.sam = Sam(config.sam, weights, "vision_tower")
-        self.kernels = [
-            weights.dense(f"{name}.conv_upsampler{i}.weight", *size, 3, 3)
-            for i, size in enumerate([(2 * C, C), (wide, 2 * C)], 1)
-        ]
+        names = [f"{name}.conv_upsampler{i}" for i in (1, 2)]
+        self.halving = Halving(weights, names, (C, 2 * C, wide))
         self.map = Affine(weights, f"{name}.multimodal_projector", (wide, wide))
 
     def __call__(self, image: Pixels) -> Tensor:
         """The embeddings of an image, tile by tile."""
         x_BCYX = self.sam(normalised(image.pixels, image.mean, image.deviation))
-        for kernel in self.kernels:
-            x_BCYX = functional.conv2d(x_BCYX, kernel, stride=2, padding=1)
-        return self.map(x_BCYX.flatten(2).transpose(1, 2)).flatten(0, 1)
+        return self.map(self.halving(x_BCYX).flatten(2).transpose(1, 2)).flatten(0, 1)

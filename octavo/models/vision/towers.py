@@ -12,6 +12,7 @@ from octavo.models.config_keys import ConfigKeys
 from octavo.models.loader import WeightLoader
 from octavo.models.registry import CausalLM
 from octavo.models.vision.cohere import AyaTower, CohereTower
+from octavo.models.vision.deepseek_ocr import DeepseekOCR2Tower, DeepseekOCRTower
 from octavo.models.vision.deepseek_vl2 import DeepseekVL2Tower
 from octavo.models.vision.gemma4 import Gemma4Tower, Gemma4UnifiedTower
 from octavo.models.vision.glm import Glm4vTower, GlmOcrTower
@@ -43,6 +44,9 @@ class Family(Protocol):
 TOWERS: dict[str, Family] = {
     "AyaVisionForConditionalGeneration": AyaTower,
     "Cohere2VisionForConditionalGeneration": CohereTower,
+    "DeepseekOCR2ForCausalLM": DeepseekOCR2Tower,
+    "DeepseekOCRForCausalLM": DeepseekOCRTower,
+    "DeepseekOcr2ForConditionalGeneration": DeepseekOCR2Tower,
     "DeepseekVLV2ForCausalLM": DeepseekVL2Tower,
     "Exaone4_5_ForConditionalGeneration": ExaoneTower,
     "Gemma3ForConditionalGeneration": Gemma3Tower,
