@@ -25,7 +25,7 @@ from collections.abc import Sequence as Several
 from typing import NamedTuple
 
 from octavo.cache.kv_events import KVEvents
-from octavo.cache.node import Node
+from octavo.cache.node import Node, User
 from octavo.cache.radix_tree import RadixTree
 from octavo.cache.sessions import live
 from octavo.types import GroupBlocks, Sequence
@@ -183,7 +183,7 @@ class GroupCache:
         for block in blocks:
             self._hold(block)
         held.block_table = [0] * first + blocks
-        self.tree.use(end)
+        self.tree.use(end, (seq.request.owner, seq.request.session))
         self.num_slots += end.depth * self.block_size
         self.tree.move_end(None, end)
         held.published = end
@@ -216,14 +216,16 @@ class GroupCache:
             return
         held = seq.groups[self.index]
         node: Node = held.published or self.tree.root
-        keys = seq.keys
+        keys, user = seq.keys, (seq.request.owner, seq.request.session)
         for index in range(node.depth, num_tokens // self.block_size):
             edge = self.tree.edge(keys, index, seq.salt)
             own = held.block_table[index]
             child = node.children.get(edge)
             if child is None or child.block < 0:
-                child = self.tree.insert(node, edge, own)
+                child = self.tree.insert(node, edge, own, user)
             elif child.block != own:
+                if child.only_user != user:
+                    child.only_user = None
                 self._hold(child.block)
                 self._drop(own)
                 held.block_table[index] = child.block
@@ -265,10 +267,9 @@ class GroupCache:
         held.table_version += 1
         held.published = None
 
-    def forget(self, end: Node, owner: str) -> None:
-        """Evict what of the path to ``end`` no other path goes on from, and neither a sequence nor the pin of another
-        API key than ``owner`` holds."""
-        for block in self.tree.cut(live(end), owner):
+    def forget(self, end: Node, user: User) -> None:
+        """Evict what of the path to ``end`` only the session ``user`` used, and no sequence holds."""
+        for block in self.tree.cut(live(end), user):
             self.pool.free(block)
             self.num_evicted += 1
 

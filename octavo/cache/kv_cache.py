@@ -341,10 +341,10 @@ class KVCache:
                     group.tree.supersede(end, seq.groups[group.index].block_table)
 
     def forget_session(self, owner: str, name: str) -> None:
-        """Evict what only the last turns of a session of ``owner`` need."""
+        """Evict what of the last turns of a session of ``owner`` no other request used."""
         for turn in [turn for session in self.sessions.forget(owner, name) for turn in session.turns]:
             for group, end in zip(self.groups, turn.ends, strict=True):
-                group.forget(end, owner)
+                group.forget(end, (owner, name))
         if self.offload is not None:
             for slot in range(MAX_BRANCHES):
                 self.offload.note_session(owner, name, slot, self.groups[0].tree.root)

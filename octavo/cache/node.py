@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 Edge = tuple[int | str | None, ...]
+User = tuple[str, str]
+"""An API key, and its name for a session; empty for requests without one."""
 
 
 def as_digest(key: int) -> bytes:
@@ -28,7 +30,7 @@ class Node:
     __slots__ = (
         *("block", "children", "depth", "edge", "edges", "key", "parent"),
         *("born", "entry", "hash", "is_idle", "is_passed", "is_protected", "is_superseded", "keeper", "kept_until"),
-        *("num_ends", "rested", "place", "snapshot", "uses"),
+        *("num_ends", "only_user", "rested", "place", "snapshot", "uses"),
     )
 
     def __init__(self, edge: Edge, block: int, parent: Node | None, born: int = 0) -> None:
@@ -59,6 +61,8 @@ class Node:
         """Sequences whose published path ends here."""
         self.uses = 1
         """Number of sequences that computed or matched it."""
+        self.only_user: User | None = None
+        """The session whose turns alone did; none once another request has."""
         self.is_idle = False
         self.is_passed = False
         """Whether only one sequence ever used it, and it is now behind that sequence's window."""

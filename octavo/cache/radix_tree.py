@@ -24,7 +24,7 @@ from collections.abc import Sequence as Several
 
 from octavo.cache.eviction import IdleBlocks, PinnedBlocks
 from octavo.cache.kv_events import KVEvents
-from octavo.cache.node import Edge, Node
+from octavo.cache.node import Edge, Node, User
 from octavo.types import Tokens
 
 
@@ -116,8 +116,8 @@ class RadixTree:
                 ends.append(node)
         return ends
 
-    def insert(self, parent: Node, edge: Edge, block: int) -> Node:
-        """Insert ``block``, which a sequence holds, at ``edge`` of ``parent``, where no block is cached."""
+    def insert(self, parent: Node, edge: Edge, block: int, user: User) -> Node:
+        """Insert ``block``, which a sequence of ``user`` holds, at ``edge`` of ``parent``, where no block is cached."""
         self.num_born += 1
         node = parent.children.get(edge)
         if node is None:
@@ -125,7 +125,7 @@ class RadixTree:
             node = parent.children[edge] = Node(edge, block, parent)
         else:
             node.uses += 1
-        node.block, node.born = block, self.num_born
+        node.block, node.born, node.only_user = block, self.num_born, user
         self.node_of[block] = node
         if self.events is not None:
             self.events.stored(node)
@@ -170,12 +170,13 @@ class RadixTree:
         self.pinned.expire()
         return self._evict(self.idle.pop())
 
-    def cut(self, node: Node, owner: str) -> list[int]:
-        """Evict the path to ``node``, from its end up to where another path leaves it, a sequence holds it, or an API
-        key other than ``owner`` pinned it; returns its blocks."""
-        blocks = []
-        while node.parent is not None and node.is_idle and not node.children and node.keeper in (None, owner):
+    def cut(self, node: Node, user: User) -> list[int]:
+        """Evict the path to ``node``, from its end up to where another path leaves it, a sequence holds it, another
+        API key pinned it, or a request other than those of ``user`` used it; returns its blocks."""
+        blocks, owners = [], (None, user[0])
+        while node.is_idle and not node.children and node.keeper in owners and node.only_user == user:
             parent = node.parent
+            assert parent is not None
             self.idle.remove(node)
             blocks.append(self._evict(node))
             node = parent
@@ -207,10 +208,12 @@ class RadixTree:
             self.idle.place_again(node)
             node = node.parent
 
-    def use(self, node: Node) -> None:
-        """Record that a sequence matched the path to ``node``."""
+    def use(self, node: Node, user: User) -> None:
+        """Record that a sequence of ``user`` matched the path to ``node``."""
         while node.parent is not None:
             node.uses += 1
+            if node.only_user != user:
+                node.only_user = None
             node.is_superseded = False
             node = node.parent
 

@@ -344,6 +344,18 @@ def test_a_session_is_forgotten_but_for_what_others_use() -> None:
     cache.check([])
 
 
+@pytest.mark.parametrize("other", [{}, {"session": "b"}, {"session": "a", "owner": "x"}])
+def test_forgetting_a_session_leaves_prompts_that_end_on_its_path(other: dict[str, str]) -> None:
+    cache = KVCache(16, 1)
+    there = cache.groups[0].tree.node_of
+    for tokens in ([1], [1, 2, 3, 4], [1, 2, 3, 4, 5]):
+        run_through(cache, tokens, session="a")
+    run_through(cache, [1, 2, 3], **other)
+    cache.forget_session("", "a")
+    assert {node.edge[-1] for node in there.values()} == {1, 2, 3}
+    cache.check([])
+
+
 def test_admission_leaves_the_watermark_to_running_sequences() -> None:
     cache = KVCache(10, 1, watermark=0.4)
     root = cache.groups[0].tree.root

@@ -13,7 +13,7 @@ from octavo.cache.radix_tree import RadixTree
 def insert_path(tree: RadixTree, tokens: list[int | None], blocks: list[int], salt: str = "") -> list[Node]:
     node, nodes = tree.root, []
     for index, block in enumerate(blocks):
-        node = tree.insert(node, tree.edge(tokens, index, salt), block)
+        node = tree.insert(node, tree.edge(tokens, index, salt), block, ("", ""))
         nodes.append(node)
     return nodes
 
