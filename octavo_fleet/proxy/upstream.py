@@ -286,6 +286,18 @@ class Upstream:
                 server.num_live -= 1
         raise UpstreamUnavailable
 
+    async def ask_each(self, method: str, target: str, headers: Headers, body: bytes) -> list[tuple[int, bytes]]:
+        """Status and body of what each server that is up answers. Raises ``UpstreamFailed`` or ``UpstreamSilent``."""
+
+        async def ask(server: UpstreamServer) -> tuple[int, bytes]:
+            async with server.connections.request(method, target, headers, body) as connection:
+                return connection.status, await connection.read_all()
+
+        try:
+            return await asyncio.gather(*map(ask, [each for each in self._servers if each.is_up] or self._servers))
+        except ConnectionFailed as error:
+            raise failure_of(error) from None
+
     def _chosen(self, target: str, prompt: Prompt | None) -> UpstreamServer:
         """The server for a request: the first one, which has all that is stored, but for those that store nothing."""
         if prompt is None or target.partition("?")[0] not in PATHS:

@@ -21,6 +21,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from octavo.config import ServeConfig
 from octavo.errors import ConfigError, OctavoError
+from octavo.telemetry.cache_view import SessionOrder, SessionReport, SessionView
 from octavo_fleet.proxy.upstream import Upstream
 from tests.server.conftest import Served
 from tests.server.in_process import ANSWER, InProcessEngine, byte_tokenizer
@@ -64,6 +65,29 @@ def test_bodies_and_responses_are_unchanged(start: Callable[..., Proxy], stream:
     assert b"x-extra: 1" in head
     assert b"Bearer sk-up" in head
     assert b"mine" not in head
+
+
+def test_sessions_are_those_of_all_servers(start: Callable[..., Proxy]) -> None:
+    servers = [upstream(), upstream()]
+    engines: list[Any] = [server.engine for server in servers]
+    for number, engine in enumerate(engines):
+        view = SessionView(f"s{number}", "", 2, 32, 16, 0, 16, 1.5, 0.0)
+        engine.session_report = SessionReport([view], is_taken=number == 1)
+    try:
+        client = start(",".join(server.url for server in servers)).client
+        assert [session["id"] for session in client.get("/v1/sessions").json()["data"]] == ["s0", "s1"]
+        assert client.delete("/v1/sessions/a%2Fb").json() == {"object": "session", "id": "a/b", "deleted": True}
+        assert client.post("/v1/sessions/s/prefetch").json() == {"object": "session", "id": "s", "accepted": True}
+    finally:
+        for server in servers:
+            server.stop()
+    for engine in engines:
+        assert engine.session_orders[1:] == [SessionOrder("forget", "", "a/b"), SessionOrder("prefetch", "", "s")]
+
+
+@pytest.mark.parametrize(("answer", "status"), [(b"HTTP/1.1 404 N\r\ncontent-length: 2\r\n\r\n{}", 404), (b"?", 502)])
+def test_an_upstream_without_sessions(start: Callable[..., Proxy], answer: bytes, status: int) -> None:
+    assert start(Raw(answer)).client.post("/v1/sessions/s/prefetch").status_code == status
 
 
 def test_the_clients_key_goes_upstream_unless_this_server_asks_for_keys(start: Callable[..., Proxy]) -> None:
