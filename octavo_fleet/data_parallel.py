@@ -88,9 +88,7 @@ class DataParallelEngine(SeveralEngines):
 
     async def order_sessions(self, order: SessionOrder) -> SessionReport:
         """Ask all engines; a session that was moved is of several."""
-        reports = await asyncio.gather(*(engine.order_sessions(order) for engine in self.engines))
-        sessions = [session for report in reports for session in report.sessions]
-        return SessionReport(sessions, any(report.is_taken for report in reports))
+        return SessionReport.joined(await asyncio.gather(*(engine.order_sessions(order) for engine in self.engines)))
 
     async def clear_prefix_cache(self) -> None:
         await asyncio.gather(*(engine.clear_prefix_cache() for engine in self.engines))

@@ -5,6 +5,7 @@ There is no token in it.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal
 
 import msgspec
@@ -61,6 +62,12 @@ class SessionReport(msgspec.Struct, frozen=True):
     """To "list": those used last."""
     is_taken: bool = False
     """To "prefetch": whether it was taken."""
+
+    @staticmethod
+    def joined(reports: Sequence[SessionReport]) -> SessionReport:
+        """The answer of several engines."""
+        sessions = [session for report in reports for session in report.sessions]
+        return SessionReport(sessions, any(report.is_taken for report in reports))
 
 
 class CacheView(msgspec.Struct, frozen=True, gc=False):

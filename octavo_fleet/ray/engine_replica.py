@@ -15,7 +15,7 @@ from octavo.config import ServeConfig
 from octavo.errors import RequestError
 from octavo.telemetry.logs import log_to_stderr
 from octavo.types import Output
-from octavo_fleet.ray.messages import AnswerPart, decode_request, encode, refusal_of
+from octavo_fleet.ray.messages import AnswerPart, decode_order, decode_request, encode, refusal_of
 from octavo_fleet.routing.prefixes import CachedPrefixes
 from octavo_server.engines.async_engine import AsyncEngine
 from octavo_server.engines.wire import Refusal
@@ -48,6 +48,10 @@ class EngineReplica:
     async def info(self) -> bytes:
         """The engine's ``EngineInfo``."""
         return encode(self._engine.info)
+
+    async def order_sessions(self, payload: bytes) -> bytes:
+        """Do what a ``SessionOrder`` asks; the ``SessionReport``."""
+        return encode(await self._engine.order_sessions(decode_order(payload)))
 
     async def generate(self, payload: bytes) -> AsyncIterator[bytes]:
         """Compute a ``Request``, from its output so far on; yields ``AnswerPart``s. Cancelling ends the request."""

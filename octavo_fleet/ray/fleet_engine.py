@@ -16,7 +16,7 @@ import msgspec
 from octavo.config import ServeConfig
 from octavo.errors import CANCELLATIONS, InvalidParameter, RequestFailed, Unavailable
 from octavo.sampling_params import SamplingParams
-from octavo.telemetry.cache_view import CacheView
+from octavo.telemetry.cache_view import CacheView, SessionOrder, SessionReport
 from octavo.telemetry.counts import Condition, Timing
 from octavo.telemetry.metrics import Metrics
 from octavo.types import (
@@ -26,7 +26,7 @@ from octavo.types import (
     KVTransfer,
     Request,
 )
-from octavo_fleet.ray.messages import AnswerPart, decode_answer, decode_info, encode
+from octavo_fleet.ray.messages import AnswerPart, decode_answer, decode_info, decode_report, encode
 from octavo_server.engines.engine_client import FIRST_WEIGHTS, OutputListener
 from octavo_server.engines.engine_stats import summed
 from octavo_server.engines.live_request import LiveRequest, adapters_of
@@ -139,7 +139,6 @@ class FleetEngine(RequestJournal):
         "Replicas of Ray keep the weights that they began with; deploy the new ones."
     )
     weight_checksums = _refused("Replicas of Ray tell no checksums of their weights.")
-    order_sessions = _refused("Replicas of Ray tell nothing of their sessions.")
     clear_prefix_cache = _refused("The prefix caches of Ray's replicas cannot be emptied.")
 
     def _condition(self) -> Condition:
@@ -248,6 +247,19 @@ class FleetEngine(RequestJournal):
             if isinstance(error, Unavailable):  # the replica shuts down
                 raise error
             self._fail(live, error)
+
+    async def order_sessions(self, order: SessionOrder) -> SessionReport:
+        """What all replicas that are there answer. Raises ``Unavailable`` if none does."""
+        handles = [self._handle] if self._prefill is None else [self._handle, self._prefill]
+        asked = [handle.broadcast("order_sessions", encode(order)) for handle in handles]
+        found = await asyncio.gather(
+            *(each.results_async(timeout_s=self._patience, return_exceptions=True) for each in asked),
+            return_exceptions=True,  # whatever Ray raises when a deployment has no replica
+        )
+        answers = [answer for each in found if isinstance(each, list) for answer in each if isinstance(answer, bytes)]
+        if not answers:
+            raise Unavailable("No engine answers now. Try again shortly.")
+        return SessionReport.joined([decode_report(answer) for answer in answers])
 
     # --- adapters ---
 

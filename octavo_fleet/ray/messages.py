@@ -8,6 +8,7 @@ from __future__ import annotations
 import msgspec
 
 from octavo.errors import RequestError
+from octavo.telemetry.cache_view import SessionOrder, SessionReport
 from octavo.types import EngineInfo, EngineStats, Output, Request
 from octavo_server.engines.wire import Refusal
 
@@ -30,7 +31,7 @@ def refusal_of(request_id: int, error: RequestError) -> Refusal:
 # Functions, as Ray pickles what refers to them, and decoders cannot be pickled.
 
 
-def encode(message: Request | AnswerPart | EngineInfo) -> bytes:
+def encode(message: Request | AnswerPart | EngineInfo | SessionOrder | SessionReport) -> bytes:
     """A message in msgpack."""
     return msgspec.msgpack.encode(message)
 
@@ -41,6 +42,14 @@ def decode_request(data: bytes) -> Request:
 
 def decode_answer(data: bytes) -> AnswerPart:
     return msgspec.msgpack.decode(data, type=AnswerPart)
+
+
+def decode_order(data: bytes) -> SessionOrder:
+    return msgspec.msgpack.decode(data, type=SessionOrder)
+
+
+def decode_report(data: bytes) -> SessionReport:
+    return msgspec.msgpack.decode(data, type=SessionReport)
 
 
 def decode_info(data: bytes) -> EngineInfo:

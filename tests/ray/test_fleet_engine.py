@@ -12,9 +12,10 @@ import pytest
 from octavo.config import ServeConfig
 from octavo.errors import ConfigError, ContextLengthExceeded, RequestFailed, Unavailable
 from octavo.sampling_params import SamplingParams
+from octavo.telemetry.cache_view import SessionOrder, SessionReport, SessionView
 from octavo.types import EngineStats, KVTransfer, Output, Request
 from octavo_fleet.ray.fleet_engine import MAX_MOVES, FleetEngine
-from octavo_fleet.ray.messages import AnswerPart, decode_request, encode, refusal_of
+from octavo_fleet.ray.messages import AnswerPart, decode_order, decode_request, encode, refusal_of
 from octavo_fleet.ray.settings import parse
 from tests.server.child_engine import Recorder, finish
 from tests.server.fake_engine import INFO, FakeEngine, expected
@@ -160,6 +161,40 @@ def test_a_long_prompt_goes_to_an_engine_of_its_own_first(trouble: str) -> None:
     assert (apart[0][1].max_tokens, apart[0][1].transfer) == (1, KVTransfer())
     assert (apart[1][1].transfer is None) == (trouble != "none")
     assert [where for where, request in sent if len(request.prompt_tokens) == 10] == ["decode"]
+
+
+def test_sessions_are_those_of_all_replicas_that_answer() -> None:
+    reports = [SessionReport([SessionView(name, "", 1, 16, 16, 0, 0, 0.0, 0.0)]) for name in "ab"]
+
+    class Broadcast:
+        """What a handle gives for a broadcast; without replicas it raises."""
+
+        def __init__(self, *answers: object) -> None:
+            self.answers, self.orders = answers, list[SessionOrder]()
+
+        def broadcast(self, method: str, payload: bytes) -> Broadcast:
+            assert method == "order_sessions"
+            self.orders.append(decode_order(payload))
+            return self
+
+        async def results_async(self, timeout_s: float, return_exceptions: bool) -> list[object]:
+            assert timeout_s > 0
+            assert return_exceptions
+            if not self.answers:
+                raise Death
+            return list(self.answers)
+
+    def ask(handle: Broadcast, prefill: Broadcast | None = None) -> SessionReport:
+        engine = FleetEngine(ServeConfig.from_flat({"model": "x"}), handle, 2, prefill)  # type: ignore[arg-type]
+        return asyncio.run(engine.order_sessions(order))
+
+    order = SessionOrder("list", None)
+    prefill = Broadcast(encode(reports[1]))
+    report = ask(Broadcast(encode(reports[0]), Death(), encode(SessionReport(is_taken=True))), prefill)
+    assert ([session.id for session in report.sessions], report.is_taken) == (["a", "b"], True)
+    assert prefill.orders == [order]
+    with pytest.raises(Unavailable):
+        ask(Broadcast())
 
 
 def test_a_refusal_is_final() -> None:

@@ -146,6 +146,22 @@ def test_turns_of_a_conversation_go_where_their_prefix_is(fleet: Fleet) -> None:
     assert stats["prefix_hits"] / stats["prefix_queries"] > 0.85 * most
 
 
+def test_sessions_of_all_replicas_are_listed_and_forgotten(fleet: Fleet) -> None:
+    fleet.deploy(min_replicas=2, max_replicas=2, block_size=16)
+    with httpx.Client(base_url=fleet.url, timeout=300, trust_env=False, verify=False) as http:
+        for number in range(6):
+            body = {"model": "tiny", "prompt": [3 + number] * 40, "max_tokens": 4, "session_id": f"s{number}"}
+            assert http.post("/v1/completions", json=body).status_code == 200
+
+        def names() -> set[str]:
+            return {session["id"] for session in http.get("/v1/sessions").json()["data"]}
+
+        assert names() == {f"s{number}" for number in range(6)}
+        for number in range(6):
+            assert http.delete(f"/v1/sessions/s{number}").json()["deleted"]
+        assert names() == set()
+
+
 def test_scaling_up_and_down_under_load_fails_no_request(fleet: Fleet) -> None:
     fleet.deploy(min_replicas=1, max_replicas=3, target_ongoing_requests=4, upscale_delay_s=1, downscale_delay_s=2)
     seen = [fleet.num_replicas()]
