@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from octavo.errors import CheckpointError
+from octavo.models.meta_model import Outline
 from octavo.quant.methods import read_method
 from octavo.quant.stored.float4 import Float4Stored
 from octavo.quant.stored.int_group_weight import GroupedStored
@@ -220,6 +222,27 @@ def test_random_weights_are_those_of_an_unquantised_dummy_rounded(case: str) -> 
     assert (stored.dense(FORM) - exact).norm() < 0.35 * exact.norm()
     for name in ("lm_head", "model.embed_tokens", "model.layers.0.mlp.gate"):
         assert isinstance(method.matrix(name, (256, 256), Tensors(source), False), DenseStored)
+
+
+@pytest.mark.parametrize("case", DUMMIES)
+def test_random_weights_without_data_take_no_arithmetic(case: str) -> None:
+    """A mixture has 100,000 matrices, and PyTorch takes long over each operation on the "meta" device."""
+
+    class Counted(TorchDispatchMode):
+        names: ClassVar[set[str]] = set()
+
+        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            self.names.add(str(function).split(".")[1])
+            return function(*args, **(kwargs or {}))
+
+    method = read_method(DUMMIES[case][0].config)
+    source = DummyCheckpoint({}, {}, seed=0)
+    with Counted():
+        made = method.matrix(NAME, (256, 256), Tensors(Outline(source, frozenset())), False)
+    assert Counted.names <= {"empty", "full", "ones_like", "_to_copy", "fill_"}
+    like = method.matrix(NAME, (256, 256), Tensors(source), False)
+    found = [[(v.shape, v.dtype) for v in vars(one).values() if isinstance(v, Tensor)] for one in (made, like)]
+    assert found[0] == found[1]
 
 
 @pytest.mark.parametrize("case", ["gptq", "awq", "int4", "modelopt", "mxfp4"])
