@@ -31,7 +31,6 @@ from octavo.config import (
     EngineConfig,
     ModelSettings,
     SchedulerSettings,
-    parse_hf_overrides,
     parse_lora_modules,
     to_flat,
 )
@@ -52,7 +51,7 @@ from octavo.models.adapters import ModelAdapters, load_with_adapters
 from octavo.models.config import ModelConfig
 from octavo.models.config_checks import check_dummy, check_sizes, eos_token_ids
 from octavo.models.encoder import EncoderConfig
-from octavo.models.multimodal_text import text_config
+from octavo.models.multimodal_text import overridden_config
 from octavo.models.pooling import Pooling, read_pooling
 from octavo.models.registry import LoadedModel, read_config
 from octavo.models.weight_updates import WeightUpdates
@@ -371,7 +370,7 @@ def _read_model(
     form = weight_format(config.model, device, checkpoint)
     if (backend := model_backend(config.model)) is not None:
         return *backend.read_model(config, path, form), form
-    values = {**text_config(checkpoint.config), **parse_hf_overrides(config.model.hf_overrides)}
+    values = overridden_config(checkpoint.config, config.model.hf_overrides)
     if isinstance(words := values.get("classifier_from_token"), list):
         values["classifier_from_token"] = _token_ids(words, Path(config.model.tokenizer or path))
     model = read_config(values, config.model.max_model_len)

@@ -96,6 +96,7 @@ def _check(config: EngineConfig) -> int:
     from octavo.models.config_checks import check_sizes
     from octavo.models.encoder import EncoderConfig
     from octavo.models.meta_model import outline
+    from octavo.models.multimodal_text import overridden_config
     from octavo.models.registry import read_config
     from octavo.runtime import memory
     from octavo.runtime.ranks.ranks import check_divides
@@ -111,7 +112,7 @@ def _check(config: EngineConfig) -> int:
     path = resolve_model(config.model) if is_here else resolve_model(config.model, ["*.json"])
     has_weights = is_here and (path.is_file() or any(any(path.glob(pattern)) for pattern in WEIGHTS))
     checkpoint = open_checkpoint(path, config.model.load_format if has_weights else "dummy")
-    model = read_config(checkpoint.config, config.model.max_model_len)
+    model = read_config(overridden_config(checkpoint.config, config.model.hf_overrides), config.model.max_model_len)
     check_sizes(model, checkpoint)
     device = resolve_device(config.model.device)
     form = weight_format(config.model, device, checkpoint)
@@ -146,9 +147,8 @@ def _check(config: EngineConfig) -> int:
         print(f"does not fit on {device}: {error}")
         print(f"{_weights(sizes)}\nfree: {free / 2**20:,.1f} MiB, {left / 2**20:,.1f} MiB without the weights")
         return 1
-    of_each = _of_each(limits, num_ranks)
-    print(f"fits on {device}, with contexts of {limits.max_model_len} tokens{of_each}:\n{budget.table()}")
-    print(_weights(sizes))
+    print(f"fits on {device}, with contexts of {limits.max_model_len} tokens{_of_each(limits, num_ranks)}:")
+    print(f"{budget.table()}\n{_weights(sizes)}")
     return 0
 
 

@@ -10,6 +10,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from octavo.config import parse_hf_overrides
 from octavo.models.config import architecture
 from octavo.models.config_keys import ConfigKeys, wrong
 from octavo.quant.tensors import Renamed, TensorSource
@@ -157,6 +158,11 @@ HEADLESS = re.compile(r"(embed_tokens|layers|norm)\.")
 """Beginnings of names in a checkpoint of a model without a head; elsewhere ``model.`` precedes them."""
 OUTER = ("eos_token_id", "quantization_config", "tie_word_embeddings")
 """Keys of the text part that may stand outside of it."""
+
+
+def overridden_config(values: Mapping[str, Any], hf_overrides: str | None) -> dict[str, Any]:
+    """The configuration of the text part, with the members of the setting in place of its own."""
+    return {**text_config(values), **parse_hf_overrides(hf_overrides)}
 
 
 def text_config(values: Mapping[str, Any]) -> Mapping[str, Any]:

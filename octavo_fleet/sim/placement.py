@@ -12,14 +12,14 @@ from typing import Any
 import torch
 
 from octavo.build.device_settings import resolve_kv_dtype, weight_format
-from octavo.config import EngineConfig, ModelSettings, parse_hf_overrides
+from octavo.config import EngineConfig, ModelSettings
 from octavo.engine.step_model import StepWork
 from octavo.errors import CheckpointError, ConfigError
 from octavo.models.config import ModelConfig
 from octavo.models.encoder import EncoderConfig
 from octavo.models.encoders import LoadedEncoder
 from octavo.models.meta_model import outline
-from octavo.models.multimodal_text import text_config
+from octavo.models.multimodal_text import overridden_config
 from octavo.models.registry import LoadedModel, read_config
 from octavo.plugins import GPU
 from octavo.quant.stored.stored_weight import WeightFormat, dtype_name
@@ -71,7 +71,7 @@ def placements(
     ``num_parts``: of an engine's devices, how many divide each sequence's KV cache. A setting that differs from its
     default is not varied. Raises ``ConfigError`` and ``CheckpointError``.
     """
-    keys = {**text_config(values), **parse_hf_overrides(config.model.hf_overrides)}
+    keys = overridden_config(values, config.model.hf_overrides)
     model = read_config(keys, config.model.max_model_len)
     if isinstance(model, EncoderConfig):
         raise ConfigError("model: is an encoder, which runs on one device; ask `octavo models`")

@@ -182,6 +182,12 @@ def test_a_model_that_does_not_fit_is_reported(tmp_path: Path, capsys: pytest.Ca
     assert "MiB without the weights" in shown
 
 
+def test_overrides_of_the_configuration_count(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    make_checkpoint(tmp_path, "llama/gqa", max_position_embeddings=64)
+    assert main(["models", str(tmp_path), *FITTING, "--hf-overrides", '{"max_position_embeddings": 128}']) == 0
+    assert "with contexts of 128 tokens" in capsys.readouterr().out
+
+
 def test_a_folder_without_weights_is_checked_by_its_configuration(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
