@@ -98,10 +98,10 @@ class HomeMixture(ParallelMixture):
         """See ``Mixture``."""
         (T, S), W = ids_TS.shape, self.collective.size
         if self.load_X is not None:
-            self.load_X += ids_TS.flatten().bincount(minlength=len(self.load_X))
+            self.load_X += (ids_TS.flatten() + 1).bincount(minlength=len(self.load_X) + 1)[1:]
         ids_TS, order_TS = ids_TS.sort(dim=1)
         turns_T1 = torch.arange(T, device=x_TD.device).unsqueeze(1) % W
-        is_own_TS = self.placement.rank_XW[ids_TS, turns_T1] == self.collective.rank
+        is_own_TS = (self.placement.rank_XW[ids_TS, turns_T1] == self.collective.rank) & (ids_TS >= 0)
         places_R = is_own_TS.flatten().nonzero()[:, 0]
         slots_R1 = self.placement.slot_X[ids_TS.flatten()[places_R]].unsqueeze(1)
         ones_R1 = torch.ones(slots_R1.shape, dtype=torch.float32, device=x_TD.device)

@@ -80,6 +80,11 @@ class ModelConfig:
         return self.hidden_size
 
     @property
+    def num_stored_layers(self) -> int:
+        """Layers by the names in a checkpoint; overridden by families of which one is several here."""
+        return self.num_layers
+
+    @property
     def query_rows(self) -> int:
         """Rows of the query projection; overridden by families that store more than queries in it."""
         return self.num_heads * self.head_dim

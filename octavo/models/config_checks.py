@@ -31,7 +31,7 @@ def check_sizes(config: ModelConfig, source: TensorSource) -> None:
         return
     layers = {int(found[1]) for name in names if (found := _LAYER.search(name))}
     num_layers = max(layers, default=-1) + 1
-    if config.num_layers > num_layers:
+    if config.num_stored_layers > num_layers:
         raise _differs(config, "num_layers", f"the checkpoint has weights of {num_layers} layers")
     embedding = next((name for name in sorted(names) if _EMBEDDINGS.search(name)), None)
     if embedding is not None:

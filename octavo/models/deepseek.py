@@ -134,7 +134,8 @@ class DeepseekLayer(DecoderLayer):
     def load_mixer(self, config: DecoderConfig, weights: WeightLoader, prefix: str, index: int) -> None:
         assert isinstance(config, DeepseekConfig)
         D, N, L, R = config.hidden_size, config.num_heads, config.latent_size, config.rotated_size
-        name, head, has_bias = f"{prefix}.self_attn", config.plain_size + R, self.part.has_bias
+        module = config.names.output.rpartition(".")[0]
+        name, head, has_bias = f"{prefix}.{module}", config.plain_size + R, self.part.has_bias
         self.query_rank = rank = config.query_rank
         query_order = kv_order = None
         if self.part.is_adjacent:

@@ -64,6 +64,8 @@ class ExpertShape(NamedTuple):
     """Only where the activation has gates."""
     up: str = "up_proj"
     down: str = "down_proj"
+    num_zero: int = 0
+    """Further experts that tokens choose among, which have no weights."""
 
 
 class WeightLoader:
@@ -454,10 +456,11 @@ class WeightLoader:
             parts = [self._of_expert("biases of experts", DenseStored((bias,)), 1, unit) for bias in (gates, ups)]
             gate_up_bias = self._counted(torch.cat([bias.dense(self.form) for bias in parts], dim=1))
             down_bias = self._placed(downs) if is_whole or self._shard.rank == 0 else None
+        num_routed = shape.num_experts + shape.num_zero if is_whole or shape.num_zero else 0
         are_alike = self.tensors.is_dummy and self.form.outlined_for is not None
         stored = StoredExperts(
             *(len(own), lambda i: gate_up(own[i]), lambda i: down(own[i]), shape.activation),
-            *(gate_up_bias, down_bias, shape.num_experts if is_whole else 0, are_alike),
+            *(gate_up_bias, down_bias, num_routed, are_alike),
         )
         mixture = self.kept(make_mixture(stored, self.form))
         num_matrices = 3 if has_gates(shape.activation) else 2

@@ -85,13 +85,13 @@ def keep_routes(ids_MTS: Tensor, columns_M: Tensor, slots_T: Tensor, table_NC: T
 
 @op_of_ids
 def local_expert_ids(ids_TS: Tensor, slots_XW: Tensor, load_X: Tensor | None = None) -> Tensor:
-    """Where on this rank a chosen expert is, int64 [T, S]; -1 where another rank computes it. ``slots``, int64, has a
-    column for each of W ranks: token t takes column t % W, so that copies of an expert take turns. To ``load``, int64,
-    is added how often each expert was chosen."""
+    """Where on this rank a chosen expert is, int64 [T, S]; -1 where another rank computes it, and for an id of -1.
+    ``slots``, int64, has a column for each of W ranks: token t takes column t % W, so that copies of an expert take
+    turns. To ``load``, int64, is added how often each expert was chosen."""
     if load_X is not None:
-        load_X += ids_TS.flatten().bincount(minlength=len(load_X))
+        load_X += (ids_TS.flatten() + 1).bincount(minlength=len(load_X) + 1)[1:]
     turns_T = torch.arange(len(ids_TS), device=ids_TS.device) % slots_XW.shape[1]
-    return slots_XW[ids_TS, turns_T.unsqueeze(1)]
+    return slots_XW[ids_TS, turns_T.unsqueeze(1)].where(ids_TS >= 0, -1)
 
 
 def _without_other_groups(worth_TX: Tensor, routing: Routing) -> Tensor:

@@ -202,11 +202,22 @@ ROWS: dict[str, tuple[str, dict[str, Any]]] = {
         | {"num_attention_heads_per_layer": [4, 8, 4], "shared_expert_intermediate_size": 40}
         | {"moe_routed_scaling_factor": 1.7},
     ),
+    "bailing_moe_v2/groups": (
+        "bailing_moe_v2",
+        {**EXPERTS, **ROTATED_HALF, "num_shared_experts": 2, "use_qk_norm": True, "head_dim": 16, "n_group": 3}
+        | {"topk_group": 2, "first_k_dense_replace": 1, "routed_scaling_factor": 1.7, "use_qkv_bias": True},
+    ),
+    "longcat_flash/zero_experts": (
+        "longcat_flash",
+        {key: value for key, value in DEEPSEEK.items() if key not in ROUTED}
+        | {"num_layers": 2, "ffn_hidden_size": 48, "moe_topk": 4, "n_routed_experts": 6, "zero_expert_num": 3}
+        | {"expert_ffn_hidden_size": 24, "routed_scaling_factor": 1.7},
+    ),
     "step3p5/limited": (
         "step3p5",
         {"num_key_value_heads": 2, "n_routed_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 24}
         | {"share_expert_dim": 40, "num_hidden_layers": 4, "head_dim": 16, "sliding_window": 9, "pad_token_id": 1}
-        | {"layer_types": [*SLIDES, *SLIDES], "num_sliding_attention_heads": 8, "moe_router_scaling_factor": 1.7}
+        | {"layer_types": [*SLIDES, *SLIDES], "num_sliding_attention_heads": 24, "moe_router_scaling_factor": 1.7}
         | {"mlp_layer_types": ["dense", "sparse", "sparse", "sparse"]}
         | {"swiglu_limits": [0, 0, 0.3, 0.2], "swiglu_limits_shared": [0, 0.2, 0, 0.3]}
         | {

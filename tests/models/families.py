@@ -10,53 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    Mistral4Config,
-    Mistral4ForCausalLM,
-    PreTrainedConfig,
-    PreTrainedModel,
-    Step3p7PreTrainedModel,
-    Step3p7TextConfig,
-    Step3p7TextModel,
-)
-from transformers.conversion_mapping import get_checkpoint_conversion_mapping, register_checkpoint_conversion_mapping
-from transformers.modeling_outputs import CausalLMOutput
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-from tests.models import decoder_families
+from tests.models import decoder_families, library_models
 from tests.tiers import nightly
 
-# transformers lists it among models of images alone
-AutoModelForCausalLM.register(Mistral4Config, Mistral4ForCausalLM, exist_ok=True)
-
-
-class Step3p5ForCausalLM(Step3p7PreTrainedModel):
-    """The text part of Step 3.7 with a head, which is Step 3.5: the library has it within the whole alone."""
-
-    config_class = Step3p7TextConfig
-
-    def __init__(self, config: Step3p7TextConfig) -> None:
-        super().__init__(config)
-        self.model = Step3p7TextModel(config)
-        self.lm_head = torch.nn.Linear(config.hidden_size, config.vocab_size, bias=False)
-        self.post_init()
-
-    def forward(self, input_ids: torch.Tensor, use_cache: bool = False) -> CausalLMOutput:
-        hidden = self.model(input_ids, use_cache=use_cache).last_hidden_state
-        return CausalLMOutput(logits=self.lm_head(hidden))
-
-
-AutoModelForCausalLM.register(Step3p7TextConfig, Step3p5ForCausalLM, exist_ok=True)
-register_checkpoint_conversion_mapping(  # to the names of published checkpoints
-    "step3p5",
-    [
-        conversion
-        for conversion in get_checkpoint_conversion_mapping("step3p7")
-        if any("moe" in name or "share_expert" in name for name in conversion.source_patterns)
-    ],
-    overwrite=True,
-)
+library_models.register()
 VOCAB_SIZE = 97
 MAX_LEN = 400
 SHAPE = {
@@ -469,6 +428,8 @@ RANDOM = (
     "ln_1.weight",
     "ln_2.weight",
     "ln_f.weight",
+    "layernorm.0.weight",
+    "layernorm.1.weight",
     "sinks",
     "alpha_p",
     "alpha_n",

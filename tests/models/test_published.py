@@ -10,6 +10,7 @@ from octavo.errors import CheckpointError
 from octavo.layers.rotary import SwitchedRope, YarnRope
 from octavo.models.deepseek import DeepseekConfig
 from octavo.models.kimi_linear import KimiLinearConfig
+from octavo.models.longcat import LongcatConfig
 from octavo.models.minimax import MiniMaxConfig
 from octavo.models.parts import DecoderConfig, ExpertsPart
 from octavo.models.registry import read_config
@@ -163,6 +164,25 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         ),
         "num_key_value_heads": None,
     },
+    "ling-mini-2.0": shape(
+        "BailingMoeV2ForCausalLM", 157184, 2048, 5120, 20, 16, 4, 32768,
+        embedding_dropout=0.0, first_k_dense_replace=1, head_dim=128, moe_intermediate_size=512, n_group=8,
+        moe_router_enable_expert_bias=True, moe_shared_expert_intermediate_size=512, norm_topk_prob=True,
+        num_experts=256, num_experts_per_tok=8, num_nextn_predict_layers=0, num_shared_experts=1, output_dropout=0.0,
+        partial_rotary_factor=0.5, rope_scaling=None, rope_theta=600000, routed_scaling_factor=2.5,
+        router_dtype="fp32", score_function="sigmoid", topk_group=4, use_bias=False, use_qk_norm=True,
+        use_qkv_bias=False, use_rmsnorm=True, tie_word_embeddings=False, auto_map={},
+    ),
+    "longcat-flash": {
+        **shape(
+            "LongcatFlashForCausalLM", 131072, 6144, 12288, 28, 64, 64, 131072,
+            **LATENT, attention_method="MLA", expert_ffn_hidden_size=2048,
+            ffn_hidden_size=12288, mla_scale_kv_lora=True, mla_scale_q_lora=True, moe_topk=12, n_routed_experts=512,
+            num_layers=28, q_lora_rank=1536, rope_theta=1e7, routed_scaling_factor=6.0, router_bias=False,
+            tie_word_embeddings=False, zero_expert_num=256, zero_expert_type="identity", auto_map={},
+        ),
+        **dict.fromkeys(("intermediate_size", "num_hidden_layers")),
+    },
     "kimi-linear-48b": {
         **shape(
             "KimiLinearForCausalLM", 163840, 2304, 9216, 5, 32, 32, 0,
@@ -266,6 +286,10 @@ def test_what_they_say() -> None:
     assert [width for _, width in step.ropes] == [64, 128]
     assert [part.mlp.shared_activation for part in step.layers[-3:]] == ["silu", CappedSwish(16.0), CappedSwish(16.0)]
     assert [part.mlp.moe.activation for part in step.layers[-3:]] == ["silu", CappedSwish(7.0), CappedSwish(7.0)]
+    ling, longcat = read("ling-mini-2.0", DecoderConfig), read("longcat-flash", LongcatConfig)
+    assert (ling.ropes[0][1], ling.layers[1].mlp.routing.groups) == (64, (8, 4))
+    assert (longcat.num_layers, longcat.ffn_size, longcat.latent_factor) == (56, 12 * 2048, 12**0.5)
+    assert longcat.layers[0].attention.scale == pytest.approx(192**-0.5 * 2)
     kimi, m1 = read("kimi-linear-48b", KimiLinearConfig), read("minimax-m1", MiniMaxConfig)
     assert [spec.kind for spec in kimi.cache] == ["state"] * 3 + ["latent"] * 2
     assert (m1.ropes[0][1], [spec.kind for spec in m1.cache]) == (64, ["state"] * 7 + ["attention"])
@@ -291,6 +315,8 @@ def test_what_they_say() -> None:
             {"rope_theta": [*range(1, 46)]},
             "rope_theta is .*; it must be the same in all layers of full",
         ),
+        ("ling-mini-2.0", {"norm_head": True}, "norm_head is True; it must be False"),
+        ("longcat-flash", {"zero_expert_type": "copy"}, "zero_expert_type is 'copy'; it must be 'identity'"),
         ("step-3.5-flash", {"rope_theta": [1e4]}, "rope_theta is .*; it must be a list of 45 or more"),
         ("step-3.5-flash", {"attention_other_setting": {"head_dim": 64}}, "head_dim is 64; it must be 128"),
         ("kimi-linear-48b", {"mla_use_nope": False}, "mla_use_nope is False; it must be true"),

@@ -204,11 +204,11 @@ def local_ids_kernel(
     """The slots of the experts of some pairs, which are counted."""
     pair = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     after_predecessor(PDL)
-    expert = tl.load(ids_ptr + pair, mask=pair < P, other=0)
-    slot = tl.load(slots_ptr + expert * W + pair // pairs_a_row % W, mask=pair < P)
+    expert = tl.load(ids_ptr + pair, mask=pair < P, other=-1)
+    slot = tl.load(slots_ptr + expert * W + pair // pairs_a_row % W, mask=expert >= 0, other=-1)
     tl.store(out_ptr + pair, slot, mask=pair < P)
     if load_ptr is not None:
-        tl.atomic_add(load_ptr + expert, 1, mask=pair < P, sem="relaxed")
+        tl.atomic_add(load_ptr + expert, 1, mask=expert >= 0, sem="relaxed")
 
 
 @local_expert_ids.kernel(device="cuda", name="triton", preference=10, supports=lambda dtype: None)
