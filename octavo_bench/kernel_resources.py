@@ -14,7 +14,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -130,12 +130,18 @@ def pretend(target: TargetGpu) -> None:
             setattr(module, name, told[name])
 
 
-def resources(name: str, target: TargetGpu, steps: dict[str, tuple[list[int], int]]) -> Iterator[dict[str, Any]]:
+def shortened(config: Mapping[str, Any], num_layers: int = LAYERS) -> dict[str, Any]:
+    """A ``config.json`` with so many layers, and of the vocabulary a part."""
+    every = config["num_hidden_layers"]
+    own = {key: value[:num_layers] for key, value in config.items() if type(value) is list and len(value) == every}
+    vocabulary = min(config["vocab_size"], VOCABULARY)
+    return {**config, **own, "num_hidden_layers": num_layers, "vocab_size": vocabulary}
+
+
+def resources(
+    config: dict[str, Any], target: TargetGpu, steps: Mapping[str, tuple[list[int], int]]
+) -> Iterator[dict[str, Any]]:
     """What the kernels of these steps take, step by step; ``pretend`` comes first."""
-    config = {**SHAPES[name], "num_hidden_layers": LAYERS}
-    config |= {"vocab_size": min(config["vocab_size"], VOCABULARY)}
-    if "layer_types" in config:
-        config["layer_types"] = config["layer_types"][:LAYERS]
     known, form = read_config(config), WeightFormat(torch.bfloat16, META, packs=True)
     launch._compiling.set(frozenset())
     launch._pdl.set(target.capability >= 90)
@@ -146,7 +152,12 @@ def resources(name: str, target: TargetGpu, steps: dict[str, tuple[list[int], in
         T, S = sum(query_lens), len(query_lens)
         tables = GroupRows(_ints(T, dtype=torch.int64), _ints(S, -(-context // BLOCK_SIZE)))
         rows = PagedRows(
-            (tables,) * len(groups), _ints(S + 1), _ints(S), max(query_lens), has_long_context=context > 4096
+            (tables,) * len(groups),
+            _ints(S + 1),
+            _ints(S),
+            max(query_lens),
+            has_long_context=context > 4096,
+            state_slots_S=_ints(S),
         )
         ids, kernels = _ints(T, dtype=torch.int64), set[Any]()
         launch._compiling.set(kernels)
@@ -172,7 +183,7 @@ def main() -> int:
     pretend(target)
     table = Table("step", "kernel", "warps", "registers", "spilled bytes", "shared KiB", "programs on an SM")
     can_run = True
-    for row in resources(args.model, target, {step: STEPS[step] for step in args.steps}):
+    for row in resources(shortened(SHAPES[args.model]), target, {step: STEPS[step] for step in args.steps}):
         fits = row["shared_bytes"] <= target.shared_bytes
         can_run &= fits
         style = "red" if not fits else "yellow" if row["spilled_bytes"] or row["programs"] < 2 else ""
