@@ -59,7 +59,14 @@ SIZES = {
 LISTS = (
     *("layer_types", "layer_rope_theta", "no_rope_layers", "mlp_layer_types", "moe_layers", "per_layer_config"),
     *("activation_sparsity_pattern", "num_attention_heads_per_layer", "layers_block_type", "attention_layers"),
-    *("mamba_d_head", "mamba_headdim", "qk_head_dim"),
+    *(
+        "mamba_d_head",
+        "mamba_headdim",
+        "qk_head_dim",
+        "attention_hidden_size",
+        "attention_head_dim",
+        "hybrid_layer_ids",
+    ),
 )
 """Keys with an entry per layer, and what follows from other sizes."""
 MOST_PARAMETERS = 20_000_000
@@ -167,6 +174,7 @@ MLA = ("num_attention_heads", "q_lora_rank", "kv_lora_rank", "qk_nope_head_dim",
 HEADS: dict[str, Any] = {"num_key_value_heads": 4, "head_dim": 8}
 VARIANTS: tuple[Mapping[str, Any], ...] = (
     {},
+    {"layers_block_type": ["mamba", "hybrid"] * (NUM_LAYERS // 2)},
     {"head_dim": 12, "num_key_value_heads": 2},
     HEADS,
     {**HEADS, "num_attention_heads": 8, "hidden_size": 64},
@@ -180,7 +188,6 @@ VARIANTS: tuple[Mapping[str, Any], ...] = (
     {"attention_types": [[["global", "local"], NUM_LAYERS // 4]]},
     {"default_language": "en_XX"},
     {"axial_pos_embds_dim": [16, 32]},
-    {"layer_types": ["mamba", "hybrid"] * (NUM_LAYERS // 2)},
     {f"indexer_{key}": size for key, size in INDEXER.items()},
     {
         **{f"swa_{key}": SIZES[key] for key in MLA},

@@ -104,6 +104,10 @@ UNPUBLISHED: Mapping[str, Mapping[str, Any]] = {
         **_NEMOTRON, "model_type": "nemotron_h",
         "layers_block_type": ["linear_attention", "moe", "full_attention", "mlp"],
     },
+    "Zamba2ForCausalLM": {
+        **_PLAIN, "model_type": "zamba2", "n_mamba_heads": 8, "mamba_d_state": 16, "adapter_rank": 8,
+        "hidden_act": "gelu", "layers_block_type": ["linear_attention", "hybrid"],
+    },
     "DeepseekV3ForCausalLM": {
         **_LATENT, "model_type": "deepseek_v3", "q_lora_rank": 32, "n_group": 2, "topk_group": 1,
         "scoring_func": "sigmoid", "topk_method": "noaux_tc", "norm_topk_prob": True, "routed_scaling_factor": 2.5,

@@ -32,6 +32,8 @@ class StepAngles(NamedTuple):
     """Factor of each row's queries, in layers that ask for it."""
     per_layer_TLP: Tensor | None = None
     """Embeddings of the tokens for each layer, of models that have them."""
+    embedded_TD: Tensor | None = None
+    """The residual stream before the first layer, of models whose layers see it."""
 
     def of(self, rope: int | None) -> Angles:
         """The angles of a rotary embedding; of none without one."""

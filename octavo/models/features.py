@@ -68,6 +68,7 @@ OWN_KEYS: dict[str, dict[str, Any]] = {
     "LongcatFlashForCausalLM": {"num_layers": 2, "zero_expert_num": 2},
     "Mamba2ForCausalLM": {"num_heads": 4, "head_dim": 32, "expand": 2},
     **{name: {"shared_intermediate_size": 0} for name in MINIMAX},
+    "Zamba2ForCausalLM": {"layers_block_type": ["mamba", "hybrid"] * 6},
     "NemotronHForCausalLM": {"layers_block_type": ["mamba", "attention", "moe"] * 4},
 }
 """Keys of families that have no defaults for them."""

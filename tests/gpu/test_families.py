@@ -42,6 +42,7 @@ STATE_TYPES = {
     "granitemoehybrid",
     "falcon_h1",
     "jamba",
+    "zamba2",
 }
 WITH_STATE = [row for row in ROWS if ROWS[row][0] in STATE_TYPES]
 

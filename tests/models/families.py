@@ -321,6 +321,33 @@ ROWS: dict[str, tuple[str, dict[str, Any]]] = {
             "mamba_d_conv": 3,
         },
     ),
+    "zamba2/in_turn": (
+        "zamba2",
+        {
+            "num_hidden_layers": 5,
+            "initializer_range": 0.1,
+            "layers_block_type": ["hybrid", "linear_attention", "hybrid", "hybrid", "linear_attention"],
+            "num_mem_blocks": 2,
+            "num_key_value_heads": 4,
+            "use_shared_attention_adapter": True,
+            "use_mem_rope": True,
+            "adapter_rank": 6,
+            "n_mamba_heads": 8,
+            "mamba_ngroups": 2,
+            "mamba_d_state": 12,
+        },
+    ),
+    "zamba2/one_block": (
+        "zamba2",
+        {
+            "layers_block_type": ["linear_attention", "hybrid"],
+            "adapter_rank": 6,
+            "mamba_d_state": 12,
+            "add_bias_linear": True,
+            "hidden_act": "silu",
+            "tie_word_embeddings": False,
+        },
+    ),
     "kimi_linear/experts": (
         "kimi_linear",
         {

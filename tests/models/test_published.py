@@ -137,6 +137,16 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         ),
         "rms_norm_eps": 1e-6,
     },
+    "zamba2-1.2b": shape(
+        "Zamba2ForCausalLM", 32000, 2048, 8192, 38, 32, 32, 4096,
+        adapter_rank=128, add_bias_linear=False, attention_head_dim=128, attention_hidden_size=4096, chunk_size=256,
+        hidden_act="gelu", hybrid_layer_ids=[5, 11, 17, 23, 29, 35], kv_channels=64, mamba_d_conv=4, mamba_d_state=128,
+        layers_block_type=(["mamba"] * 5 + ["hybrid"]) * 6 + ["mamba"] * 2, mamba_expand=2, mamba_headdim=64,
+        mamba_ngroups=1, n_mamba_heads=64, num_logits_to_keep=1, num_mem_blocks=1, num_query_groups=32, pad_token_id=0,
+        rope_theta=10000, time_step_floor=0.0001, time_step_max=0.1, time_step_min=0.001, use_conv_bias=True,
+        use_long_context=False, use_mamba_kernels=True, use_mem_eff_path=True, use_mem_rope=True,
+        use_shared_attention_adapter=True, tie_word_embeddings=True,
+    ),
     "trinity-mini": shape(
         "AfmoeForCausalLM", 200192, 2048, 6144, 32, 32, 4, 131072,
         head_dim=128, global_attn_every_n_layers=4, sliding_window=2048, layer_types=["sliding_attention"] * 3 * 8
@@ -327,6 +337,9 @@ def test_what_they_say() -> None:
             "attn_layer_offset is 8; it must be less than attn_layer_period, 8",
         ),
         ("jamba-1.5-mini", {"mamba_inner_layernorms": False}, "mamba_inner_layernorms"),
+        ("zamba2-1.2b", {"num_key_value_heads": 8}, "num_key_value_heads is 8; it must be num_attention_heads, 32"),
+        ("zamba2-1.2b", {"use_long_context": True}, "use_long_context is True; it must be false"),
+        ("zamba2-1.2b", {"layers_block_type": ["mamba"]}, "layers_block_type"),
         ("minimax-m1", {"postnorm": False}, "postnorm is False; it must be true"),
         ("minimax-m1", {"attn_type_list": [1, 2]}, "attn_type_list"),
         ("qwen2.5-7b", {"use_mrope": True}, "use_mrope"),

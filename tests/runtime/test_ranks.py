@@ -192,6 +192,7 @@ def compare(home: Path, size: int, adapter: Path | None = None, **kinds: Any) ->
 
 KEY_HEADS = {
     **dict.fromkeys(("mamba2", "nemotron_h"), "n_groups"),
+    "zamba2": "mamba_ngroups",
     **dict.fromkeys(("bamba", "falcon_h1", "granitemoehybrid"), "mamba_n_groups"),
     **dict.fromkeys(("qwen3_next", "qwen3_5", "qwen3_5_moe"), "linear_num_key_heads"),
 }
@@ -205,7 +206,7 @@ def sizes(row: str, size: int) -> dict[str, Any]:
     heads = {"hidden_size": 48, "num_attention_heads": 12, "intermediate_size": 48}
     if row.startswith("deepseek"):
         return {**heads, "num_key_value_heads": 12}
-    kv_heads = 1 if "one_kv_head" in row else {2: 2, 3: 3, 4: 2}[size]
+    kv_heads = 1 if "one_kv_head" in row else 12 if row.startswith("zamba2") else {2: 2, 3: 3, 4: 2}[size]
     shared = {"shared_expert_intermediate_size": 48} if row.startswith("qwen2_moe") else {}
     experts = {"moe_intermediate_size": 48} if "moe" in row or row.startswith("hy_v3") else {}
     recurrent = {"head_dim": 12} if row.startswith("mamba2") else {}
