@@ -97,6 +97,12 @@ class ModelSettings:
     )
     device: str = setting("auto", "device to run on", ("auto", CPU, GPU))
     tensor_parallel_size: int = setting(1, "processes among which every layer is divided, such as CPU sockets", low=1)
+    pipeline_parallel_size: int = setting(
+        1,
+        "groups of tensor_parallel_size processes that have some of the layers each, one group behind the other; for "
+        "CPUs",
+        low=1,
+    )
     decode_context_parallel_size: int = setting(
         1,
         "processes of tensor_parallel_size among which the KV cache of each sequence is divided, of those that would "
@@ -179,6 +185,11 @@ class ModelSettings:
     grpc_timeout: float = setting(
         30.0, "seconds that the worker of backend grpc may take for a step; then the engine connects again", low=0.001
     )
+
+    @property
+    def num_ranks(self) -> int:
+        """Processes among which the model is divided."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size
 
 
 DEFAULT_OFFLOAD_GIB = 1.0
@@ -416,6 +427,7 @@ def _check_combinations(config: EngineConfig) -> None:
         raise ConfigError("eviction_policy and enable_kv_events need enable_prefix_caching")
     _check_quantization(config.model)
     _check_ranks(config.model)
+    _check_stages(config.model, cache)
     _check_offload(config.model, cache)
     _check_role(config.model, cache)
     if isinstance(config, ServeConfig) and config.server.ssl_certfile is None:
@@ -460,6 +472,17 @@ def _check_ranks(model: ModelSettings) -> None:
             "decode_context_parallel_size and enable_return_routed_experts: blocks with a part of each context do not "
             "keep what routers select"
         )
+
+
+def _check_stages(model: ModelSettings, cache: CacheSettings) -> None:
+    if model.pipeline_parallel_size == 1:
+        return
+    for name in ("enable_lora", "merge_lora", "enable_eplb", "enable_return_routed_experts"):
+        if getattr(model, name):
+            raise ConfigError(f"pipeline_parallel_size and {name}: each process would need the layers of all")
+    if cache.offload_memory is not None:
+        name = "role" if cache.role != "both" else "kv_offload_memory and kv_offload_dir"
+        raise ConfigError(f"pipeline_parallel_size and {name}: blocks of several processes are not stored together")
 
 
 def _changed(config: EngineConfig) -> dict[str, str]:

@@ -29,6 +29,8 @@ FLAGS_OF_OTHERS = {
     "--tp-size": "tensor_parallel_size",  # SGLang
     "--tp": "tensor_parallel_size",  # SGLang
     "-tp": "tensor_parallel_size",  # vLLM
+    "-pp": "pipeline_parallel_size",  # vLLM
+    "--pp-size": "pipeline_parallel_size",  # SGLang
     "-dcp": "decode_context_parallel_size",  # vLLM
     "-dp": "data_parallel_size",  # vLLM
     "--dp-size": "data_parallel_size",  # SGLang
@@ -68,7 +70,6 @@ ADVICE = {
     "--speculative-model": _DRAFTS,
     "--spec-length": "--speculative-config has the key num_speculative_tokens",
     "--num-speculative-tokens": "--speculative-config has the key num_speculative_tokens",
-    "--pipeline-parallel-size": "a model is divided by --tensor-parallel-size alone",
     "--distributed-executor-backend": "--tensor-parallel-size starts its processes itself, on one machine: mp",
     "--n-gpu-layers": _LAYERS,
     "-ngl": _LAYERS,
@@ -86,7 +87,6 @@ ADVICE = {
     "--max-total-tokens": "--max-model-len is the limit of a request (TGI), --num-kv-blocks that of the cache (SGLang)",
     "--max-concurrent-requests": "--max-num-seqs limits running requests, --max-num-queued-reqs waiting ones",
     "--cpu-offload-gb": "all weights stay on the device; --quantization makes them smaller",
-    "-pp": "a model is divided by --tensor-parallel-size alone",
     "--rope-scaling": "--hf-overrides '{\"rope_scaling\": ...}' changes the model's configuration",
     "--rope-theta": "--hf-overrides '{\"rope_theta\": ...}' changes the model's configuration",
     "--hf-token": "the variable HF_TOKEN has the token of the hub",
@@ -128,8 +128,6 @@ def _any(why: str, *flags: str) -> dict[str, Passed]:
 PASSED_OVER: dict[str, Passed] = {
     "--batching-mode": Passed("batching is always continuous", ("continuous",)),
     "--kv-cache-backend": Passed("the KV cache is always paged", ("paged",)),
-    "--pipeline-parallel-size": Passed("a model is divided by --tensor-parallel-size alone", ("1",)),
-    "-pp": Passed("a model is divided by --tensor-parallel-size alone", ("1",)),
     "--cpu-offload-gb": Passed("all weights stay on the device", ("0", "0.0")),
     "--distributed-executor-backend": Passed("ranks are processes of this machine", ("mp", "uni")),
     "--tokenizer-mode": Passed("the checkpoint's files decide", ("auto", "hf", "slow", "mistral")),

@@ -59,7 +59,7 @@ def _run(connection: Connection, memory_descriptor: int, check: Callable[[], Non
     with importing():
         from octavo.build.build_engine import build_rank
         from octavo.config import EngineConfig
-        from octavo.ops.device_backend import backend_of
+        from octavo.ops.device_backend import IDLE, WORKS, backend_of
         from octavo.plugins import CPU
         from octavo.runtime.memory import Limits
         from octavo.runtime.ranks.rank_executor import Follower, RankExecutor
@@ -81,14 +81,14 @@ def _run(connection: Connection, memory_descriptor: int, check: Callable[[], Non
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(start.gpus)
     shared = backend_of(CPU).shared_memory()
     assert shared is not None, "the engine has found it"
-    memory = shared.view(memory_descriptor, start.rank, start.size)
+    memory = shared.view(memory_descriptor, start.rank, start.size, start.num_stages)
 
     def settle(free: int) -> Limits:
         tell(connection, RankLoaded(free))
         return hear(connection, RankSettled).limits
 
     try:
-        executor = build_rank(EngineConfig.from_flat(start.config), memory.collective, settle)
+        executor = build_rank(EngineConfig.from_flat(start.config), memory, check, settle)
     except OctavoError as error:
         tell(connection, RankFailed(type(error).__name__, str(error)))
         return 1
@@ -96,7 +96,10 @@ def _run(connection: Connection, memory_descriptor: int, check: Callable[[], Non
     reader = memory.reader(check)
     tell(connection, RankReady())
     while True:
-        rank.execute(unpack(reader.next()))
+        message = reader.next()
+        memory.note(WORKS)
+        rank.execute(unpack(message))
+        memory.note(IDLE)
 
 
 if __name__ == "__main__":

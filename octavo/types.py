@@ -534,6 +534,7 @@ class EngineInfo(msgspec.Struct, frozen=True):
     sampling_defaults: dict[str, int | float] = {}
     """Defaults of ``SamplingParams`` fields that a request leaves unset, from the checkpoint's configuration."""
     tensor_parallel_size: int = 1
+    pipeline_parallel_size: int = 1
     sleeps_in_host_memory: bool = False
     """Whether a sleeping engine can keep its weights in host memory."""
     num_image_slots: int = 0

@@ -41,7 +41,7 @@ class DataParallelEngine(SeveralEngines):
     def __init__(self, config: ServeConfig, argv: list[str] | None = None) -> None:
         size = config.server.data_parallel_size
         own = dataclasses.replace(config, cache=dataclasses.replace(config.cache, enable_kv_events=False))
-        environments = environments_of(config.model.device, size, config.model.tensor_parallel_size)
+        environments = environments_of(config.model.device, size, config.model.num_ranks)
         self.engines = [AsyncEngine(own, argv, rank, environment) for rank, environment in enumerate(environments)]
         self.metrics: Metrics = FleetMetrics(
             self.engines[0].metrics.model_name, [each.metrics for each in self.engines]

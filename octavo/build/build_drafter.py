@@ -96,6 +96,8 @@ def find_drafter(
     name = method.__struct_config__.tag
     if config.model.decode_context_parallel_size > 1:
         raise ConfigError(f'speculative_config: "{name}" needs decode_context_parallel_size 1; "ngram" does not')
+    if config.model.pipeline_parallel_size > 1:
+        raise ConfigError(f'speculative_config: "{name}" needs pipeline_parallel_size 1; "ngram" does not')
     if config.model.tensor_parallel_size > 1 and is_gpu(device):
         raise ConfigError(f'speculative_config: "{name}" needs tensor_parallel_size 1 on a GPU; "ngram" does not')
     if not isinstance(method, OwnCheckpoint):

@@ -49,8 +49,8 @@ def build_encoder(
     config: EngineConfig, path: Path, checkpoint: Checkpoint, model: EncoderConfig, form: WeightFormat
 ) -> tuple[Engine, EngineInfo]:
     """Load the encoder and wire the engine. Raises ``ConfigError`` or ``CheckpointError``."""
-    if config.model.tensor_parallel_size > 1:
-        raise ConfigError("tensor_parallel_size: an encoder runs on one device")
+    if config.model.num_ranks > 1:
+        raise ConfigError("tensor_parallel_size and pipeline_parallel_size: an encoder runs on one device")
     if config.model.enable_return_routed_experts:
         raise ConfigError("enable_return_routed_experts: an encoder has no routers of experts")
     max_model_len, max_num_seqs, max_num_batched_tokens = encoder_limits(config, path, model)

@@ -51,13 +51,14 @@ from octavo.models.adapters import ModelAdapters, load_with_adapters
 from octavo.models.config import ModelConfig
 from octavo.models.config_checks import check_dummy, check_sizes, eos_token_ids
 from octavo.models.encoder import EncoderConfig
+from octavo.models.meta_model import outline
 from octavo.models.multimodal_text import overridden_config
 from octavo.models.pooling import Pooling, read_pooling
 from octavo.models.registry import LoadedModel, read_config
 from octavo.models.weight_updates import WeightUpdates
 from octavo.ops import dispatch
 from octavo.ops.collective import Collective
-from octavo.ops.device_backend import backend_of, is_gpu
+from octavo.ops.device_backend import Check, RankMemory, backend_of, is_gpu
 from octavo.plugins import CPU, GPU
 from octavo.quant.stored.stored_weight import WeightFormat, dtype_name
 from octavo.runtime import memory
@@ -70,6 +71,7 @@ from octavo.runtime.ranks.process_group import device_collective, visible_gpus
 from octavo.runtime.ranks.rank_group import RankGroup
 from octavo.runtime.ranks.rank_processes import RankProcesses
 from octavo.runtime.ranks.ranks import OneRank, OnLost, Ranks, check_divides
+from octavo.runtime.ranks.stage_link import StageLink
 from octavo.runtime.weight_group import WeightGroup
 from octavo.speculative_config import Method, parse_speculative_config
 from octavo.steps.limits import RopeSets
@@ -130,8 +132,8 @@ def build_engine(
     method = parse_speculative_config(config.speculative.speculative_config)
     found = find_drafter(method, config, model_config, checkpoint, device)
     with kernel_compilation(form, kv_dtype), _started_ranks(config, path, model_config, device, started) as ranks:
-        collective = device_collective(ranks.collective, device)
-        model_config, loaded, adapters = _load(config.model, model_config, checkpoint, form, collective)
+        collective, link = device_collective(ranks.collective, device), ranks.link(form.dtype)
+        model_config, loaded, adapters = _load(config.model, model_config, checkpoint, form, collective, link)
         drafting = load_drafter(method, config, DraftTarget(loaded, model_config, form, collective), found)
         vision = load_vision(config, path, checkpoint, model_config, form)
         phases.done("weights")
@@ -143,7 +145,7 @@ def build_engine(
         updates = _updates(config, model_config, checkpoint, form, loaded, collective, vision, drafting)
         pooler, verify = _pooler(config, pooling, loaded, form), _rule(method)
         experts = _experts(config.model, loaded)
-        parts = ExecutorParts(pooler, adapters, collective, drafter, verify, pool, updates, experts)
+        parts = ExecutorParts(pooler, adapters, collective, drafter, verify, pool, updates, experts, link)
         executor = ranks.executor(make_executor(config.model, loaded.model, storage, vocab_size, most, parts))
         numbers = None if adapters is None else dict[str, int]()
         runner, warm_up = make_runner(config.model, executor, storage, vocab_size, most, numbers, tuning, images)
@@ -206,7 +208,8 @@ def _info(
         pooling=tasks.meaning,
         sampling_defaults=defaults,
         tensor_parallel_size=settings.tensor_parallel_size,
-        sleeps_in_host_memory=is_gpu(form.device) and settings.tensor_parallel_size == 1,
+        pipeline_parallel_size=settings.pipeline_parallel_size,
+        sleeps_in_host_memory=is_gpu(form.device) and settings.num_ranks == 1,
         num_image_slots=0 if images is None else images.num_slots,
         max_logprobs=model.vocab_size if settings.max_logprobs < 0 else settings.max_logprobs,
         changes_weights=updates is not None,
@@ -214,11 +217,13 @@ def _info(
     )
 
 
-def build_rank(config: EngineConfig, host: Collective, settle: Callable[[int], memory.Limits]) -> Executor:
+def build_rank(
+    config: EngineConfig, ranks: RankMemory, check: Check, settle: Callable[[int], memory.Limits]
+) -> Executor:
     """Load the part of a rank but the first, and make its executor; errors as for ``build_engine``.
 
-    ``host`` is the collective of the ranks' hosts. ``settle`` is given the free bytes when the weights are loaded, and
-    returns the limits for which to allocate memory.
+    ``check`` is called while it waits for other stages. ``settle`` is given the free bytes when the weights are loaded,
+    and returns the limits for which to allocate memory.
     """
     device, path, checkpoint = _open(config.model)
     config, model_config, form = _read_model(config, path, checkpoint, device)
@@ -226,8 +231,10 @@ def build_rank(config: EngineConfig, host: Collective, settle: Callable[[int], m
     pooling = read_pooling(path, config.model.pooling_type, is_encoder=False)
     method = parse_speculative_config(config.speculative.speculative_config)
     found = find_drafter(method, config, model_config, checkpoint, device)
+    link = StageLink(ranks, check, form.dtype) if ranks.num_stages > 1 else None
+    model_config = _staged(model_config, link)
     with kernel_compilation(form, kv_dtype):
-        collective = device_collective(host, device)
+        collective = device_collective(ranks.within, device)
         loaded, adapters = load_with_adapters(config.model, model_config, checkpoint, form, collective)
         drafting = load_drafter(method, config, DraftTarget(loaded, model_config, form, collective), found)
         gc.collect()
@@ -241,8 +248,13 @@ def build_rank(config: EngineConfig, host: Collective, settle: Callable[[int], m
         most = step_limits(limits, method, drafter, vision, has_sets)
         pooler, verify = _pooler(config, pooling, loaded, form), _rule(method)
         experts = _experts(config.model, loaded)
-        parts = ExecutorParts(pooler, adapters, collective, drafter, verify, pool, updates, experts)
+        parts = ExecutorParts(pooler, adapters, collective, drafter, verify, pool, updates, experts, link)
         return make_executor(config.model, loaded.model, storage, vocab_size, most, parts)
+
+
+def _staged(model: ModelConfig, link: StageLink | None) -> ModelConfig:
+    """The configuration of the layers that this process computes."""
+    return model if link is None else dataclasses.replace(model, stage=link.stage)
 
 
 def _experts(settings: ModelSettings, loaded: LoadedModel) -> ExpertMoves | None:
@@ -259,21 +271,23 @@ def _started_ranks(
     config: EngineConfig, path: Path, model: ModelConfig, device: torch.device, started: RankProcesses | None
 ) -> Iterator[Ranks]:
     """The ranks of the engine, which are ended if this block fails. Raises ``ConfigError``."""
-    size = config.model.tensor_parallel_size
+    size, num_stages = config.model.num_ranks, config.model.pipeline_parallel_size
     if size == 1:
         yield OneRank()
         return
     has_kernels = ops.linear.chosen(CPU, torch.float32) != dispatch.REFERENCE
     shared = backend_of(CPU).shared_memory() if has_kernels and hasattr(os, "memfd_create") else None
     if shared is None:
-        raise ConfigError("tensor_parallel_size: more than 1 needs Linux and compiled CPU kernels, see `octavo doctor`")
+        name = "tensor_parallel_size" if num_stages == 1 else "pipeline_parallel_size"
+        raise ConfigError(f"{name}: more than 1 needs Linux and compiled CPU kernels, see `octavo doctor`")
     check_divides(model, config.model, device)
     settings = dataclasses.replace(config.model, model=str(path))
     gpus = visible_gpus() if is_gpu(device) else []
     if 0 < len(gpus) < size:
         logger.warning("%d ranks share %d GPUs, which is slow: it is for tests", size, len(gpus))
     processes = started or RankProcesses(size)
-    ranks = RankGroup(to_flat(dataclasses.replace(config, model=settings), EngineConfig), processes, shared, gpus)
+    flat = to_flat(dataclasses.replace(config, model=settings), EngineConfig)
+    ranks = RankGroup(flat, processes, shared, gpus, num_stages)
     try:
         yield ranks
     except BaseException:
@@ -330,9 +344,17 @@ def _load_adapters(settings: ModelSettings, runner: StepRunner, numbers: dict[st
 
 
 def _load(
-    settings: ModelSettings, model: ModelConfig, checkpoint: Checkpoint, form: WeightFormat, collective: Collective
+    settings: ModelSettings,
+    whole: ModelConfig,
+    checkpoint: Checkpoint,
+    form: WeightFormat,
+    collective: Collective,
+    link: StageLink | None,
 ) -> tuple[ModelConfig, LoadedModel, ModelAdapters | None]:
+    model = _staged(whole, link)
     loaded, adapters = load_any(settings, model, checkpoint, form, collective)
+    if link is not None:
+        loaded = loaded._replace(num_parameters=outline(whole, checkpoint, form).num_parameters)
     return keeping_routes(model, loaded.model, settings.enable_return_routed_experts), loaded, adapters
 
 
@@ -377,7 +399,7 @@ def _read_model(
     check_sizes(model, checkpoint)
     if checkpoint.is_dummy:
         free = memory.free_memory(device, config.cache.gpu_memory_utilization)
-        check_dummy(model, checkpoint, form, config.model.tensor_parallel_size, free)
+        check_dummy(model, checkpoint, form, config.model.num_ranks, free)
     return config, model, form
 
 
@@ -420,6 +442,8 @@ def _updates(
     drafting: LoadedDrafter = NO_DRAFTER,
 ) -> WeightUpdates | None:
     """How the weights are changed while the engine lives; ``None`` if it must start again to have others."""
+    if model.stage.count > 1:
+        return None
     if loaded.kept is None or loaded.kept.has_constants or vision is not None or config.model.enable_eplb:
         return None  # experts that have moved are not where they were loaded
     return WeightUpdates(config.model, model, checkpoint, form, loaded, collective, drafting.update)

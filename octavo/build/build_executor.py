@@ -13,7 +13,7 @@ from octavo.build.device_settings import resolve_kv_dtype
 from octavo.config import EngineConfig, ModelSettings
 from octavo.models.adapters import ModelAdapters
 from octavo.models.config import ModelConfig
-from octavo.models.layer_cache import LayerCacheSpec, rank_cache, with_routes
+from octavo.models.layer_cache import LayerCacheSpec, own_cache, rank_cache, with_routes
 from octavo.models.registry import CausalLM, LoadedModel
 from octavo.models.weight_updates import WeightUpdates
 from octavo.ops.collective import Collective, ContextRanks
@@ -28,6 +28,7 @@ from octavo.runtime.executors.host_executor import HostExecutor
 from octavo.runtime.executors.pooler import Pooler
 from octavo.runtime.executors.stream_executor import StreamExecutor
 from octavo.runtime.kv_storage import ONE_STATE, KVStorage, StatePool
+from octavo.runtime.ranks.stage_link import StageLink
 from octavo.runtime.sharded_logits import part_of_vocabulary
 from octavo.speculative_config import Method
 from octavo.steps.limits import StepLimits
@@ -48,7 +49,7 @@ def make_storage(
 ) -> KVStorage:
     """The memory of the KV cache and of recurrent states; ``draft_specs``: of a drafter's layers."""
     dtype, device = resolve_kv_dtype(config.cache.kv_cache_dtype, form, (*model.cache, *draft_specs)), form.device
-    specs = rank_cache((*with_routes(model.cache, model.routes), *draft_specs), collective.size)
+    specs, groups = rank_cache((*with_routes(model.cache, model.routes), *draft_specs), collective.size), limits.groups
     is_fp8 = dtype == torch.float8_e4m3fn
     if loaded.kv_scales and not is_fp8:
         logger.info("the checkpoint has scales for an FP8 KV cache, which kv_cache_dtype fp8 uses")
@@ -56,9 +57,13 @@ def make_storage(
     states, num_parts = ONE_STATE, config.model.decode_context_parallel_size
     if limits.states is not None:
         states = StatePool(limits.states.num_slots, form.dtype, DTYPES[config.cache.state_dtype])
+    if model.stage.count > 1:
+        own = model.stage.layers(model.num_layers)
+        specs, groups = own_cache(specs, own), tuple(group.within(own) for group in groups)
+        scales = {i - own.start: scale for i, scale in scales.items() if i in own}
     return KVStorage(
         specs,
-        limits.groups,
+        groups,
         limits.num_blocks,
         limits.block_size,
         dtype,
@@ -100,6 +105,7 @@ class ExecutorParts(NamedTuple):
     pool: EmbeddingPool | None
     updates: WeightUpdates | None
     experts: ExpertMoves | None
+    link: StageLink | None
 
 
 def make_executor(
@@ -128,6 +134,7 @@ def make_executor(
             embeddings=parts.pool,
             updates=parts.updates,
             experts=parts.experts,
+            link=parts.link,
         )
     return StreamExecutor(
         model,

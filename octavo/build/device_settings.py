@@ -41,7 +41,7 @@ def prepared_device(settings: ModelSettings) -> torch.device:
     device = resolve_device(settings.device)
     if device.type == "cpu":
         os.environ.setdefault(HUGE_PAGES, "1")
-        _share_cores(max(1, default_num_threads() // settings.tensor_parallel_size))
+        _share_cores(max(1, default_num_threads() // settings.num_ranks))
     else:
         release_unused(device)
         backend_of(device.type).start_loading()

@@ -124,8 +124,8 @@ def _model(config: EngineConfig) -> Iterator[str]:
     _, info = build_engine(config)
     yield _row("name", name)
     yield _row("kind", f"{info.architecture}, {info.num_parameters / 1e6:,.1f} M parameters, {info.dtype}")
-    if info.tensor_parallel_size > 1:
-        yield _row("ranks", f"{info.tensor_parallel_size}; memory is that of each")
+    if (num_ranks := info.tensor_parallel_size * info.pipeline_parallel_size) > 1:
+        yield _row("ranks", f"{num_ranks}; memory is that of each")
     yield _row("context", f"{info.max_model_len} tokens")
     yield _row("kv cache", f"{info.num_kv_blocks} blocks of {info.block_size} tokens")
     for group in info.kv_groups[1:]:

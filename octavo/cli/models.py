@@ -95,7 +95,7 @@ def _check(config: EngineConfig) -> int:
     from octavo.build.device_settings import resolve_device, resolve_kv_dtype, weight_format
     from octavo.models.config_checks import check_sizes
     from octavo.models.encoder import EncoderConfig
-    from octavo.models.meta_model import outline
+    from octavo.models.meta_model import largest_stage, outline
     from octavo.models.multimodal_text import overridden_config
     from octavo.models.registry import read_config
     from octavo.runtime import memory
@@ -120,23 +120,23 @@ def _check(config: EngineConfig) -> int:
     if not isinstance(model, EncoderConfig):
         check_divides(model, config.model, device)
     loaded = outline(model, checkpoint, form, num_ranks)
-    for line in describe(model, loaded, checkpoint):
-        print(line)
+    print(*describe(model, loaded, checkpoint), sep="\n")
     free = memory.free_memory(device, config.cache.gpu_memory_utilization)
     if isinstance(model, EncoderConfig):
         return _fit_encoder(config, path, model, loaded.num_bytes, form.dtype, free)
+    if config.model.pipeline_parallel_size > 1:
+        loaded = largest_stage(model, checkpoint, form, num_ranks, config.model.pipeline_parallel_size)
     for line in (*_check_modules(config, loaded), *_check_drafter(config, model, checkpoint, device)):
         print(line)
-    kv_dtype = resolve_kv_dtype(config.cache.kv_cache_dtype, form, model.cache)
     sizes: Mapping[str, int] = loaded.bytes_by_format
     if checkpoint.has_blocks and form.packs and device.type == "cpu":
-        sizes = {"blocks": sum(part.stat().st_size for part in parts_of(path)) // num_ranks}
-    left = (free // num_ranks if device.type == "cpu" else free) - sum(sizes.values())
+        sizes = {"blocks": sum(part.stat().st_size for part in parts_of(path)) // config.model.num_ranks}
+    left = (free // config.model.num_ranks if device.type == "cpu" else free) - sum(sizes.values())
     try:
         limits, budget = memory.plan_memory(
             config,
             model,
-            kv_dtype=kv_dtype,
+            kv_dtype=resolve_kv_dtype(config.cache.kv_cache_dtype, form, model.cache),
             dtype=form.dtype,
             device=device.type,
             weights=sizes,
@@ -147,7 +147,9 @@ def _check(config: EngineConfig) -> int:
         print(f"does not fit on {device}: {error}")
         print(f"{_weights(sizes)}\nfree: {free / 2**20:,.1f} MiB, {left / 2**20:,.1f} MiB without the weights")
         return 1
-    print(f"fits on {device}, with contexts of {limits.max_model_len} tokens{_of_each(limits, num_ranks)}:")
+    print(
+        f"fits on {device}, with contexts of {limits.max_model_len} tokens{_of_each(limits, config.model.num_ranks)}:"
+    )
     print(f"{budget.table()}\n{_weights(sizes)}")
     return 0
 

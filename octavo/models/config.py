@@ -11,7 +11,7 @@ from octavo.layers.rotary import DefaultRope
 from octavo.model_info import RoutesInfo
 from octavo.models.config_keys import ConfigKeys, wrong
 from octavo.models.labels import LabelPart
-from octavo.models.layer_cache import LayerCacheSpec
+from octavo.models.layer_cache import ONE_STAGE, LayerCacheSpec, PipelineStage
 from octavo.ops.linear import Activation
 from octavo.quant.formats.plain import PLAIN
 from octavo.quant.methods import QuantMethod
@@ -54,12 +54,19 @@ class ModelConfig:
     """The classification head, if the checkpoint has one."""
     routes: RoutesInfo | None = None
     """What shall be kept of its routers, if anything; known when it is loaded."""
+    stage: PipelineStage = ONE_STAGE
+    """The part of its layers that this device computes."""
 
     @property
     def cache(self) -> tuple[LayerCacheSpec, ...]:
         """What each layer caches; overridden by families whose layers differ in more than windows."""
         windows = self.windows or (0,) * self.num_layers
         return tuple(LayerCacheSpec(self.num_kv_heads, self.head_dim, window) for window in windows)
+
+    @property
+    def has_stages(self) -> bool:
+        """Whether layers need no more than positions and what the layer before gives, so that ranks may divide them."""
+        return False
 
     @property
     def rotary_embeddings(self) -> tuple[DefaultRope, ...]:

@@ -121,7 +121,10 @@ class Decoder:
     def __init__(self, config: DecoderConfig, weights: WeightLoader) -> None:
         self.config, names, D = config, config.names, config.hidden_size
         shape, device = (config.vocab_size, D), weights.form.device
-        self.embedding = weights.embedding(names.embedding, *shape, config.tie_word_embeddings)
+        if config.stage.is_first or config.tie_word_embeddings:
+            self.embedding = weights.embedding(names.embedding, *shape, config.tie_word_embeddings)
+        else:
+            weights.tensors.leave_out(f"{names.embedding}.")
         self.embedding_scale = config.embedding_scale / config.residual_scale
         self.positions = None
         if config.num_positions:
@@ -132,23 +135,33 @@ class Decoder:
             self.embedding_norm = weights.stream_norm(name, D, config.norm_eps, config.norm)
         rotates = any(part.attention.rope is not None for part in config.layers)
         self.rotaries = [Rotary(rope, width, device) for rope, width in config.ropes] if rotates else []
-        self.layers = [self.layer_class(config, weights, f"{names.layers}.{i}", i) for i in range(config.num_layers)]
+        self.own = config.stage.layers(config.num_layers)
+        for i in set(range(config.num_layers)).difference(self.own):
+            weights.tensors.leave_out(f"{names.layers}.{i}.")
+        self.layers = [self.layer_class(config, weights, f"{names.layers}.{i}", i) for i in self.own]
         self.norm = weights.stream_norm(names.norm, D, config.stream_eps, config.norm)
         if config.logit_scale != 1.0:
             self.norm.weight_D = (self.norm.weight_D.float() * config.logit_scale).to(weights.form.dtype)
-        self.head = weights.head(names.head, self.embedding, shape, config.tie_word_embeddings, config.has_head_bias)
+        tied = self.embedding if config.tie_word_embeddings else None
+        self.head = weights.head(names.head, shape, tied, config.has_head_bias)
 
     def forward(
-        self, token_ids_T: Tensor, positions_T: Tensor, caches: Sequence[LayerCache], rows: PagedRows
+        self,
+        token_ids_T: Tensor,
+        positions_T: Tensor,
+        caches: Sequence[LayerCache],
+        rows: PagedRows,
+        given_TD: Tensor | None = None,
     ) -> Tensor:
         """Compute these tokens and extend the caches; token ids and positions are int64. Returns the last layer's
-        output, [T, D], or [R, D] with logits indices."""
-        x_TD = self.embedded(token_ids_T, positions_T)
-        if rows.images is not None:
+        output, [T, D], or [R, D] with logits indices. ``given``: the output of the stage before, if this is not the
+        first."""
+        x_TD = self.embedded(token_ids_T, positions_T) if given_TD is None else given_TD
+        if rows.images is not None and given_TD is None:
             x_TD = rows.images.put(x_TD)
         step = self.step(token_ids_T, positions_T, x_TD, rows)
         by_layer = rows.of_layers(len(self.layers))
-        for index, (layer, cache, own_rows) in enumerate(zip(self.layers, caches, by_layer, strict=True)):
+        for index, layer, cache, own_rows in zip(self.own, self.layers, caches, by_layer, strict=True):
             x_TD = layer(x_TD, step, cache, own_rows)
             if rows.images is not None:
                 x_TD = rows.images.deepen(index, x_TD, own_rows.logits_indices_R)

@@ -239,7 +239,7 @@ class Encoder:
         dense = weights.replicated(part.dense, D, D, True)
         norm = weights.stream_norm(part.norm, D, config.norm_eps, config.norm)
         shape = config.vocab_size, D
-        out = weights.head(part.out, self.embedding, shape, config.tie_word_embeddings, has_bias=True)
+        out = weights.head(part.out, shape, self.embedding if config.tie_word_embeddings else None, has_bias=True)
         return LabelHead(part, dense, norm, out)
 
     def forward(self, texts: PackedTexts) -> Tensor:

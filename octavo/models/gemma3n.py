@@ -195,9 +195,15 @@ class Gemma3nForCausalLM(Gemma4ForCausalLM):
         return super().step(known_T, positions_T, first_TD, rows)
 
     def forward(
-        self, token_ids_T: Tensor, positions_T: Tensor, caches: Sequence[LayerCache], rows: PagedRows
+        self,
+        token_ids_T: Tensor,
+        positions_T: Tensor,
+        caches: Sequence[LayerCache],
+        rows: PagedRows,
+        given_TD: Tensor | None = None,
     ) -> Tensor:
-        x_RD, *others = super().forward(token_ids_T, positions_T, caches, rows).chunk(self.config.num_streams, dim=1)
+        streams_TD = super().forward(token_ids_T, positions_T, caches, rows, given_TD)
+        x_RD, *others = streams_TD.chunk(self.config.num_streams, dim=1)
         pairs = zip(self.of_streams, others, strict=True)
         streams = [x_RD, *(_as_long(project(other.contiguous()), x_RD) for project, other in pairs)]
         return torch.stack(streams).mean(dim=0)

@@ -55,6 +55,10 @@ class Gemma4Config(DecoderConfig):
     """Of every layer, beside its dense feed-forward layer."""
 
     @property
+    def has_stages(self) -> bool:
+        return not self.own_width  # else layers have embeddings of the tokens
+
+    @property
     def mixtures(self) -> tuple[MoESettings, ...]:
         return () if self.experts is None else (self.experts,)
 

@@ -85,6 +85,29 @@ class LayerCacheSpec:
         return num_bytes if self.routes is None else num_bytes + self.routes.num_bytes
 
 
+@dataclass(frozen=True)
+class PipelineStage:
+    """One of the parts, one behind the other, into which ranks divide the layers of a model."""
+
+    number: int = 0
+    count: int = 1
+
+    @property
+    def is_first(self) -> bool:
+        return self.number == 0
+
+    @property
+    def is_last(self) -> bool:
+        return self.number == self.count - 1
+
+    def layers(self, num_layers: int) -> range:
+        """The layers of this part; the last parts have one more if the number does not divide evenly."""
+        return range(self.number * num_layers // self.count, (self.number + 1) * num_layers // self.count)
+
+
+ONE_STAGE = PipelineStage()
+
+
 def state_layer(*tensors: StateTensor) -> LayerCacheSpec:
     """A layer that keeps a recurrent state of these tensors."""
     return LayerCacheSpec(kind="state", state=tensors)
@@ -110,6 +133,19 @@ def rank_cache(specs: Sequence[LayerCacheSpec], size: int) -> tuple[LayerCacheSp
     )
 
 
+def stage_caches(specs: Sequence[LayerCacheSpec], count: int) -> list[list[LayerCacheSpec]]:
+    """What each of ``count`` stages caches of all layers: nothing of those of others."""
+    owns = [PipelineStage(number, count).layers(len(specs)) for number in range(count)]
+    return [[spec if i in own else LayerCacheSpec(kind="state") for i, spec in enumerate(specs)] for own in owns]
+
+
+def own_cache(specs: Sequence[LayerCacheSpec], own: range) -> tuple[LayerCacheSpec, ...]:
+    """What the layers of a stage cache, which share nothing with those of others."""
+    parts = specs[own.start : own.stop]
+    shared = (None if spec.shared_with is None else spec.shared_with - own.start for spec in parts)
+    return tuple(replace(spec, shared_with=source) for spec, source in zip(parts, shared, strict=True))
+
+
 def with_routes(specs: Sequence[LayerCacheSpec], routes: RoutesInfo | None) -> tuple[LayerCacheSpec, ...]:
     """The same with what routers select beside the keys of a layer whose blocks no window gives up.
 
@@ -131,6 +167,10 @@ class KVGroup:
     layers: tuple[int, ...]
     window: int
     """Blocks with only positions further back than this are freed; 0: never."""
+
+    def within(self, own: range) -> KVGroup:
+        """Those of these layers, counted from the first of them."""
+        return replace(self, layers=tuple(layer - own.start for layer in self.layers if layer in own))
 
     def bytes_per_token(self, specs: Sequence[LayerCacheSpec], dtype: torch.dtype) -> int:
         """Bytes that one position takes in all layers of the group."""

@@ -343,9 +343,9 @@ class WeightLoader:
         return Embedding(DenseWeight(self.matrix(name, count, hidden_size)))
 
     def head(
-        self, name: str, embedding: Embedding, shape: tuple[int, int], is_tied: bool, has_bias: bool = False
+        self, name: str, shape: tuple[int, int], embedding: Embedding | None = None, has_bias: bool = False
     ) -> Linear:
-        """The map from hidden states to logits, of shape [V, D]: separate, or tied to the embedding.
+        """The map from hidden states to logits, of shape [V, D]: separate, or tied to the embedding if that is given.
 
         If tied, a checkpoint may still contain a copy, which must equal the embedding.
         """
@@ -353,7 +353,7 @@ class WeightLoader:
         if has_bias:
             column = self._shard.vocabulary(DenseStored((self._numbers(f"{name}.bias", (shape[0],)).unsqueeze(1),)))
             bias_V = self._counted(column.dense(self.form).squeeze(1))
-        if not is_tied:
+        if embedding is None:
             rows = MatrixRows(name, [Section(shape[0], shape[0])])
             return self._made([(rows, self._shard.vocabulary(self._head_stored(name, shape)))], bias_V)
         if self.tensors.has(f"{name}.weight"):

@@ -11,6 +11,7 @@ from octavo.errors import CheckpointError
 from octavo.models.config import ModelConfig
 from octavo.models.encoder import EncoderConfig
 from octavo.models.encoders import LoadedEncoder, load_encoder
+from octavo.models.layer_cache import PipelineStage
 from octavo.models.linear_parts import MapPart
 from octavo.models.registry import LoadedModel, load_model
 from octavo.ops.collective import SingleRank
@@ -70,6 +71,15 @@ def outline(
     copies = frozenset({"lm_head.weight"} if config.tie_word_embeddings else ())  # content is compared on loading
     source = Outline(checkpoint, copies & checkpoint.names())
     return load_model(config, source, form, collective=FirstOf(num_ranks))
+
+
+def largest_stage(
+    config: ModelConfig, checkpoint: TensorSource, form: WeightFormat, num_ranks: int, num_stages: int
+) -> LoadedModel:
+    """The outline of the stage that takes most memory, on the first of its ranks."""
+    stages = [dataclasses.replace(config, stage=PipelineStage(number, num_stages)) for number in range(num_stages)]
+    found = [outline(own, checkpoint, form, num_ranks) for own in stages]
+    return max((own for own in found if isinstance(own, LoadedModel)), key=lambda own: own.num_bytes)
 
 
 def outlined_maps(

@@ -228,6 +228,10 @@ class DecoderConfig(ModelConfig):
         return self.layers[0].attention.num_heads * self.layers[0].attention.head_dim
 
     @property
+    def has_stages(self) -> bool:
+        return True
+
+    @property
     def mixtures(self) -> tuple[MoESettings, ...]:
         """Of the layers with experts, those that differ."""
         return tuple(dict.fromkeys(part.mlp.moe for part in self.layers if isinstance(part.mlp, ExpertsPart)))

@@ -38,7 +38,12 @@ class CausalLM(Protocol):
     """The model interface of the runtime. ``Decoder`` documents the methods."""
 
     def forward(
-        self, token_ids_T: Tensor, positions_T: Tensor, caches: Sequence[LayerCache], rows: PagedRows
+        self,
+        token_ids_T: Tensor,
+        positions_T: Tensor,
+        caches: Sequence[LayerCache],
+        rows: PagedRows,
+        given_TD: Tensor | None = None,
     ) -> Tensor: ...
 
     def logits(self, x_RD: Tensor) -> Tensor: ...

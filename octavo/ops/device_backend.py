@@ -45,16 +45,8 @@ class Tuner(Protocol):
     def measure(self, name: str) -> Mapping[str, Any] | None: ...
 
 
-class RankCollective(Collective, Protocol):
-    """That of ranks which are processes of one machine."""
-
-    def abort(self) -> None:
-        """Make all exchanges fail, now and later."""
-        ...
-
-    def num_rounds(self, rank: int) -> int:
-        """Exchanges that a rank has begun."""
-        ...
+IDLE, WORKS, WAITS = range(3)
+"""What a rank does: nothing; a message; or it waits for another stage to get on with one."""
 
 
 class MessageWriter(Protocol):
@@ -70,18 +62,48 @@ class RankMemory(Protocol):
 
     rank: int
     size: int
+    num_stages: int
 
     @property
-    def collective(self) -> RankCollective: ...
+    def stage(self) -> int:
+        """The number of this rank's stage."""
+        ...
+
+    @property
+    def collective(self) -> Collective:
+        """That of all ranks."""
+        ...
+
+    @property
+    def within(self) -> Collective:
+        """That of the ranks of this rank's stage."""
+        ...
+
+    def to_stages(self, check: Check) -> MessageWriter:
+        """Of what this rank's stage has computed, to the next stage, or from the last to all others."""
+        ...
+
+    def from_stage(self, stage: int, check: Check) -> MessageReader:
+        """Of what a stage has computed, the one before this rank's or the last."""
+        ...
+
+    def note(self, activity: int) -> None:
+        """Let others know what this rank does."""
+        ...
+
+    def progress(self, rank: int) -> tuple[object, bool]:
+        """What a rank has done, and whether others wait for it."""
+        ...
+
+    def abort(self) -> None:
+        """Make all exchanges fail, now and later."""
+        ...
+
     def writer(self, check: Check) -> MessageWriter:
         """Of messages that all other ranks read; rank 0 alone has one."""
         ...
 
     def reader(self, check: Check) -> MessageReader: ...
-    def num_read(self, rank: int) -> tuple[int, bool]:
-        """Bytes of messages that a rank has read, and whether these are all."""
-        ...
-
     def write_digest(self, number: int, digest: int) -> None: ...
     def digest(self, rank: int, number: int) -> int: ...
 
@@ -89,11 +111,12 @@ class RankMemory(Protocol):
 class SharedMemory(Protocol):
     """Memory of ranks by a file descriptor, without a name."""
 
-    def make(self, size: int, descriptor: int | None = None) -> int:
-        """The descriptor of a new one for ``size`` ranks, in an empty file if the descriptor of one is given."""
+    def make(self, size: int, descriptor: int | None = None, num_stages: int = 1) -> int:
+        """The descriptor of a new one for ``size`` ranks of so many stages, in an empty file if the descriptor of one
+        is given."""
         ...
 
-    def view(self, descriptor: int, rank: int, size: int) -> RankMemory: ...
+    def view(self, descriptor: int, rank: int, size: int, num_stages: int = 1) -> RankMemory: ...
 
 
 class DeviceBackend:

@@ -43,17 +43,17 @@ class StateMemory(NamedTuple):
     @classmethod
     def of(
         cls,
-        specs: Sequence[LayerCacheSpec],
+        stages: Sequence[Sequence[LayerCacheSpec]],
         dtypes: tuple[torch.dtype, torch.dtype, torch.dtype],
         max_num_seqs: int,
         flags: tuple[bool, bool],
         num_parts: int = 1,
     ) -> StateMemory:
-        """``dtypes``: those of the model, of recurrent states, and of keys and values, of which a rank has one of
-        ``num_parts``."""
+        """``stages``: what each caches. ``dtypes``: those of the model, of recurrent states, and of keys and values, of
+        which a rank has one of ``num_parts``."""
         dtype, state_dtype, kv_dtype = dtypes
-        per_slot = state_bytes(specs, dtype, state_dtype)
-        per_token = sum(spec.bytes_per_token(kv_dtype) for spec in specs)
+        per_slot = max(state_bytes(own, dtype, state_dtype) for own in stages)
+        per_token = max(sum(spec.bytes_per_token(kv_dtype) for spec in own) for own in stages)
         every = -(-per_slot * num_parts // per_token) if per_token else STATELESS_EVERY
         return cls(per_slot, max_num_seqs * (1 + flags[0]) if per_slot else 0, every, flags)
 
@@ -82,7 +82,7 @@ class GroupMemory(NamedTuple):
     @classmethod
     def of(
         cls,
-        specs: Sequence[LayerCacheSpec],
+        stages: Sequence[Sequence[LayerCacheSpec]],
         groups: Sequence[KVGroup],
         dtype: torch.dtype,
         block_size: int,
@@ -90,12 +90,12 @@ class GroupMemory(NamedTuple):
         max_step_tokens: int,
         num_parts: int = 1,
     ) -> GroupMemory:
-        """For these groups of the layers ``specs``, with at most ``max_num_seqs`` and ``max_step_tokens`` per step,
-        on a rank that has one of ``num_parts`` of each block."""
+        """For these groups of all layers, with at most ``max_num_seqs`` and ``max_step_tokens`` per step, on a rank
+        that has one of ``num_parts`` of each block, in the layers of the largest of the ``stages``."""
         step_blocks = -(-max_step_tokens // block_size)
         return cls(
             block_size,
-            [group.bytes_per_token(specs, dtype) * block_size // num_parts for group in groups],
+            [max(group.bytes_per_token(own, dtype) for own in stages) * block_size // num_parts for group in groups],
             [group.window + max_step_tokens + block_size if group.window else 0 for group in groups],
             [2 * (max_num_seqs * (-(-group.window // block_size) + 1) + step_blocks) for group in groups],
         )

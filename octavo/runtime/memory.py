@@ -20,7 +20,7 @@ from octavo.config import CacheSettings, EngineConfig, SchedulerSettings
 from octavo.errors import ConfigError
 from octavo.model_info import KVGroupInfo
 from octavo.models.config import ModelConfig
-from octavo.models.layer_cache import KVGroup, LayerCacheSpec, kv_groups, rank_cache, with_routes
+from octavo.models.layer_cache import KVGroup, LayerCacheSpec, kv_groups, rank_cache, stage_caches, with_routes
 from octavo.ops.attention import MAX_SCRATCH
 from octavo.ops.device_backend import backend_of, is_gpu
 from octavo.ops.grouped_linear import LARGEST_COPY
@@ -190,10 +190,11 @@ def plan_memory(
     specs = rank_cache((*with_routes(model.cache, model.routes), *draft_specs), num_ranks)
     dtypes = dtype, DTYPES[settings.cache.state_dtype], kv_dtype
     flags = settings.speculative.speculative_config is not None, backend_of(device).keeps_marked_states
-    states = StateMemory.of(specs, dtypes, max_num_seqs, flags, num_parts)
+    stages = stage_caches(specs, settings.model.pipeline_parallel_size)
+    states = StateMemory.of(stages, dtypes, max_num_seqs, flags, num_parts)
     room = free - activations - logits - states.held_bytes
     groups = _groups(settings.cache, specs, max_model_len - max_num_batched_tokens - block_size)
-    pools = GroupMemory.of(specs, groups, kv_dtype, block_size, max_num_seqs, max_num_batched_tokens, num_parts)
+    pools = GroupMemory.of(stages, groups, kv_dtype, block_size, max_num_seqs, max_num_batched_tokens, num_parts)
     per_block = sum(pools.bytes_per_block)
     given = _given_blocks(settings.cache, per_block)
     needed = settings.model.max_model_len or min(model.max_position_embeddings, LEAST_CONTEXT)
@@ -204,11 +205,10 @@ def plan_memory(
     if settings.model.max_model_len is None:
         max_model_len = _longest_that_fits(pools, max_model_len, room if given is None else given * per_block)
     kept = pools.kept(max_model_len)[0]
-    most = (min(CPU_KV_MEMORY // num_ranks, room * CPU_KV_SHARE)) if device == "cpu" else room
+    most = (min(CPU_KV_MEMORY // (num_ranks * len(stages)), room * CPU_KV_SHARE)) if device == "cpu" else room
     num_blocks, num_snapshots = _divide(settings, pools, states, given, max_model_len, (int(most), room))
     kv_bytes, first_bytes = pools.num_bytes(num_blocks), pools.bytes_per_block[0]
-    of_others = kv_bytes - num_blocks[0] * first_bytes
-    _check_fit(max_model_len, kept, num_blocks[0], block_size, first_bytes, room - of_others)
+    _check_fit(max_model_len, kept, num_blocks[0], block_size, first_bytes, room - kv_bytes)
     if batch is not None:
         logger.warning("steps have at most %d sequences and %d tokens, so that longer contexts fit into memory", *batch)
     pool, blocks = states.pool(num_snapshots), tuple(num_blocks)
@@ -366,8 +366,10 @@ def _check_room(room: int) -> None:
         )
 
 
-def _check_fit(max_model_len: int, kept: int, num_blocks: int, block_size: int, per_block: int, room: int) -> None:
-    """Raise ``ConfigError`` if a sequence does not fit; ``kept`` is the most positions of it that are held at once."""
+def _check_fit(max_model_len: int, kept: int, num_blocks: int, block_size: int, per_block: int, left: int) -> None:
+    """Raise ``ConfigError`` if a sequence does not fit; ``kept`` is the most positions of it that are held at once, and
+    ``left`` the bytes that are free besides the cache."""
+    room = left + num_blocks * per_block
     if num_blocks * block_size < kept:
         part = "" if kept == max_model_len else f", of which {kept} are kept by the model's window and a step,"
         raise ConfigError(

@@ -288,7 +288,7 @@ def _default_build(settings: ModelSettings, expects_grammars: bool) -> Build:
         backend: EngineBackend = load(ENGINE_BACKENDS, settings.backend)
         return functools.partial(backend.build, on_lost=_end_as)
     phases = Phases()
-    size = settings.tensor_parallel_size
+    size = settings.num_ranks
     started = RankProcesses(size) if size > 1 and hasattr(os, "memfd_create") else None  # they import meanwhile
     prepare_if_there_may_be_a_gpu(settings.device)
     with importing():

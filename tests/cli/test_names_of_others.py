@@ -41,7 +41,6 @@ def test_what_changes_no_answer_is_passed_over_by_name(capsys: pytest.CaptureFix
     ("given", "kept"),
     [
         (["--task", "embed"], []),
-        (["--pipeline-parallel-size=1"], []),
         (["-O3"], []),
         (["--batching-mode", "static"], ["--scheduling-policy", "static"]),
         (["--tokenizer-mode=custom"], ["--tokenizer-mode=custom"]),
@@ -51,7 +50,7 @@ def test_values_decide(given: list[str], kept: list[str]) -> None:
     assert translated(given)[0] == kept
 
 
-@pytest.mark.parametrize("flag", ["--pipeline-parallel-size", "--rope-scaling", "--distributed-executor-backend"])
+@pytest.mark.parametrize("flag", ["--rope-scaling", "--distributed-executor-backend"])
 def test_others_are_refused_with_what_to_use(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         parse_arguments([*SERVED, flag, "ray"])
@@ -59,7 +58,8 @@ def test_others_are_refused_with_what_to_use(flag: str, capsys: pytest.CaptureFi
 
 
 def test_short_names_of_vllm() -> None:
-    assert build_parser().parse_args([*SERVED, "-tp", "2"]).tensor_parallel_size in (2, "2")
+    found = build_parser().parse_args([*SERVED, "-tp", "2", "-pp", "3"])
+    assert (int(found.tensor_parallel_size), int(found.pipeline_parallel_size)) == (2, 3)
 
 
 def test_arguments_of_vllms_llm(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

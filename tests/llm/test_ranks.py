@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from octavo import LLM, SamplingParams
-from octavo.errors import RanksLost
+from octavo.errors import ConfigError, RanksLost
 from tests.llm.tiny import SETTINGS, write_checkpoint
 from tests.ops.cpu_cases import needs_float_kernels
 from tests.tiers import nightly_after
@@ -53,6 +53,33 @@ def test_ranks_give_the_tokens_of_one_process_and_end_with_it(tmp_path: Path) ->
     del two
     gc.collect()
     assert ranks() == []
+
+
+def test_stages_give_the_tokens_of_one_process_and_hold_a_part_of_the_layers(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path)
+    with make(tmp_path, 1) as one:
+        expected = texts(one)
+    with make(tmp_path, 1, pipeline_parallel_size=2) as two:
+        assert texts(two) == expected
+        assert len(ranks()) == 1
+        assert two.info.num_parameters == one.info.num_parameters
+        assert 2 * two.info.memory["kv_cache"] == one.info.memory["kv_cache"]
+        assert two.info.memory["weights"] < one.info.memory["weights"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        ({"pipeline_parallel_size": 3}, "pipeline_parallel_size: 3 is more than the model's 2 layers"),
+        ({"enable_lora": True}, "pipeline_parallel_size and enable_lora"),
+        ({"kv_offload_memory": 0.01}, "pipeline_parallel_size and kv_offload_memory"),
+        ({"speculative_config": '{"method": "mtp"}'}, '"mtp" needs pipeline_parallel_size 1'),
+    ],
+)
+def test_what_does_not_go_with_stages_is_refused_by_name(settings: dict[str, Any], named: str, tmp_path: Path) -> None:
+    write_checkpoint(tmp_path)
+    with pytest.raises(ConfigError, match=named):
+        make(tmp_path, 1, **{"pipeline_parallel_size": 2, **settings})
 
 
 @pytest.mark.nightly

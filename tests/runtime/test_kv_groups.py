@@ -241,7 +241,7 @@ def test_windows_that_save_no_memory_join_the_group_that_reaches_furthest() -> N
 
 def test_memory_is_divided_so_that_no_text_fits_worse(loaded: Loaded) -> None:
     config, block_size = loaded.config, 4
-    pools = GroupMemory.of(config.cache, groups_of(loaded), torch.float32, block_size, 8, 16)
+    pools = GroupMemory.of([config.cache], groups_of(loaded), torch.float32, block_size, 8, 16)
     first_bytes, window_bytes = pools.bytes_per_block
     both, plenty = first_bytes + window_bytes, pools.plenty[1]
     assert both == sum(spec.bytes_per_token(torch.float32) for spec in config.cache) * block_size
@@ -264,7 +264,7 @@ def test_memory_is_divided_so_that_no_text_fits_worse(loaded: Loaded) -> None:
 def test_memory_of_three_groups_is_divided_likewise() -> None:
     specs = [LayerCacheSpec(2, 8), LayerCacheSpec(1, 8, 7), LayerCacheSpec(4, 16, 20)]
     groups = kv_groups(specs, 1000)
-    pools = GroupMemory.of(specs, groups, torch.float32, 4, 2, 8)
+    pools = GroupMemory.of([specs], groups, torch.float32, 4, 2, 8)
     assert pools.kept(500) == [500, 32, 19]
     assert pools.kept(25) == [25, 25, 19]
     every = sum(pools.bytes_per_block)

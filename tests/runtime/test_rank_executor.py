@@ -10,6 +10,7 @@ import torch
 
 from octavo.errors import CheckpointError, RanksLost, RunnerError
 from octavo.ops.collective import Collective
+from octavo.ops.device_backend import RankMemory
 from octavo.runtime.ranks.rank_executor import Follower, RankExecutor
 from octavo.runtime.replies import Done, FailedReply
 from octavo.steps.messages import (
@@ -63,8 +64,8 @@ class Rank:
 def make(answer: Callable[[int, int], Reply[Any]] = lambda rank, number: Done(StepResult([number]))) -> Any:
     made: list[Rank] = []
 
-    def rank(collective: Collective) -> Rank:
-        made.append(Rank(collective, answer))
+    def rank(memory: RankMemory) -> Rank:
+        made.append(Rank(memory.collective, answer))
         return made[-1]
 
     return make_ranks(3, rank), made

@@ -8,9 +8,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+import torch
 
+from octavo.ops.device_backend import IDLE, WAITS, WORKS
 from octavo.runtime.ranks import rank_group
 from octavo.runtime.ranks.rank_group import StalledRankFinder
 from octavo_kernels.cpu.message_ring import RingReader, RingWriter
@@ -19,7 +22,7 @@ from tests.ops.cpu_cases import needs_float_kernels
 
 pytestmark = needs_float_kernels
 
-IDLE, BUSY = "import time; time.sleep(60)", "while True: pass"
+SLEEPS, BUSY = "import time; time.sleep(60)", "while True: pass"
 
 
 @pytest.fixture
@@ -56,7 +59,7 @@ def found(memory: MappedRankMemory, code: str, stops: bool = False) -> tuple[int
 
 def test_a_rank_with_a_message_to_read_that_sleeps_or_is_stopped_is_stuck(memory: MappedRankMemory) -> None:
     RingWriter(memory.ring, never).write(b"step")
-    assert found(memory, IDLE) == (1, False)
+    assert found(memory, SLEEPS) == (1, False)
     assert found(memory, BUSY, stops=True) == (1, True)
 
 
@@ -68,5 +71,34 @@ def test_a_rank_that_computes_is_not_stuck(memory: MappedRankMemory) -> None:
 def test_a_rank_that_nobody_waits_for_is_not_stuck(memory: MappedRankMemory) -> None:
     RingWriter(memory.ring, never).write(b"step")
     RingReader(memory.ring, 0, never).next()
-    assert found(memory, IDLE) is None
+    assert found(memory, SLEEPS) is None
     assert found(memory, BUSY, stops=True) is None
+
+
+def test_a_rank_of_a_stage_is_waited_for_while_it_works_and_not_while_it_waits_itself() -> None:
+    """Four ranks of two stages; those of a stage wait for each other in its collective."""
+    descriptor = make_memory(4, num_stages=2)
+    memories = [MappedRankMemory(descriptor, rank, 4, num_stages=2) for rank in range(4)]
+    os.close(descriptor)
+
+    def waited_for() -> list[int]:
+        return [rank for rank in (1, 2, 3) if memories[0].progress(rank)[1]]
+
+    assert waited_for() == []
+    for memory in memories[2:]:
+        memory.note(WORKS)
+    assert waited_for() == [2, 3]
+    memories[3].note(WAITS)
+    assert waited_for() == [2]
+    memories[3].note(WORKS)
+    with ThreadPoolExecutor(2) as threads:
+        first = threads.submit(memories[2].within.all_gather, torch.zeros(1))
+        while memories[0].progress(2) == memories[0].progress(3):
+            time.sleep(0.001)
+        assert waited_for() == [3]
+        memories[3].within.all_gather(torch.zeros(1))
+        first.result()
+    assert waited_for() == [2, 3]
+    for memory in memories[2:]:
+        memory.note(IDLE)
+    assert waited_for() == []

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,15 +25,18 @@ from octavo.engine.step_runner import BlockMessages
 from octavo.layers.lora import AdapterRows
 from octavo.layers.stacked_lora import StackedRows
 from octavo.models.adapters import ModelAdapters, make_stacks
-from octavo.models.layer_cache import kv_groups, rank_cache
+from octavo.models.layer_cache import kv_groups, own_cache, rank_cache
 from octavo.models.registry import load_model, read_config
 from octavo.ops.cache_rows import INT4
-from octavo.ops.collective import SINGLE_RANK, Collective, ContextRanks
+from octavo.ops.collective import SINGLE_RANK, ContextRanks
+from octavo.ops.device_backend import RankMemory
 from octavo.quant.stored.stored_weight import WeightFormat
 from octavo.runtime.executors.expert_moves import ExpertMoves
+from octavo.runtime.executors.forward import make_forward
 from octavo.runtime.executors.host_executor import HostExecutor
 from octavo.runtime.executors.stream_executor import StreamExecutor
 from octavo.runtime.kv_storage import ONE_STATE, KVStorage, StatePool
+from octavo.runtime.ranks.stage_link import StageLink
 from octavo.runtime.sharded_logits import part_of_vocabulary
 from octavo.sampling_params import SamplingParams
 from octavo.steps.limits import StateSize, StepLimits
@@ -87,10 +91,12 @@ def make_engine(
     whole_experts: bool = False,
     kv_dtype: torch.dtype = torch.float32,
     num_parts: int = 1,
+    num_stages: int = 1,
 ) -> Made:
     """An engine of the model in a folder or file, on one device or on ranks; ``runs_ahead``: with GPUs' executor.
 
-    ``num_parts``: ranks that divide contexts, with as many positions in larger blocks.
+    ``num_parts``: ranks that divide contexts, with as many positions in larger blocks. ``num_stages``: of ranks that
+    divide layers.
     """
     num_parts = min(num_parts, size)
     block_size, num_blocks = BLOCK_SIZE * num_parts, NUM_BLOCKS // num_parts
@@ -98,12 +104,18 @@ def make_engine(
     config = read_config(checkpoint.config)
     form = WeightFormat(torch.float32, CPU, packs, keeps_experts_whole=whole_experts, num_spare_experts=1)
 
-    def make(collective: Collective) -> Executor:
+    def make(memory: RankMemory | None) -> Executor:
+        collective = SINGLE_RANK if memory is None else memory.within
+        link = None if memory is None or num_stages == 1 else StageLink(memory, lambda: None, torch.float32)
+        own_config = config if link is None else replace(config, stage=link.stage)
         rows = StackedRows(3, 8) if runs_ahead else AdapterRows()
-        loaded = load_model(config, checkpoint, form, rows, collective)
+        loaded = load_model(own_config, checkpoint, form, rows if link is None else None, collective)
         specs = rank_cache(config.cache, collective.size)
         groups = kv_groups(specs, max_window=1000)
         counts = [num_blocks] * len(groups)
+        if link is not None:
+            own = link.stage.layers(config.num_layers)
+            specs, groups = own_cache(specs, own), [group.within(own) for group in groups]
         pool = ONE_STATE if states is None else StatePool(states.num_slots)
         context = None if num_parts == 1 else ContextRanks(collective, num_parts)
         storage = KVStorage(specs, groups, counts, block_size, kv_dtype, CPU, states=pool, context=context)
@@ -111,6 +123,9 @@ def make_engine(
             part.view(torch.uint8).fill_(255)  # NaN in every type
         storages.append(storage)
         vocabulary = part_of_vocabulary(VOCAB_SIZE, collective, is_on_host=not runs_ahead)
+        if link is not None:
+            forward = make_forward(loaded.model, storage.layers, CPU)
+            return HostExecutor(loaded.model, storage, VOCAB_SIZE, LIMITS, forward, vocabulary=vocabulary, link=link)
         adapters = ModelAdapters(loaded.maps, rows, form)
         if not runs_ahead:
             experts = ExpertMoves(loaded.mixtures)
@@ -121,11 +136,12 @@ def make_engine(
 
     states = STATES if any(spec.state for spec in config.cache) else None
     storages: list[KVStorage] = []
-    executor: Any = make(SINGLE_RANK) if size == 1 else make_ranks(size, make)
+    executor: Any = make(None) if size * num_stages == 1 else make_ranks(size * num_stages, make, num_stages)
     numbers: dict[str, int] = {}
     graphs = GraphDispatcher(LIMITS.max_num_seqs, LIMITS.max_num_batched_tokens, has_adapters=True, uses_graphs=False)
     choose = graphs.choose if runs_ahead else exact_shape
-    runner = make_runner(executor, storages[0], VOCAB_SIZE, LIMITS, choose, numbers)
+    served = numbers if num_stages == 1 else None
+    runner = make_runner(executor, storages[0], VOCAB_SIZE, LIMITS, choose, served)
     groups = kv_groups(config.cache, max_window=1000)
     cache = KVCache([GroupSize(num_blocks, group.window) for group in groups], block_size, states=states)
     cache.copy_slots = BlockMessages(runner, 0).copy_slots
@@ -171,8 +187,8 @@ def told(outputs: Iterator[Output]) -> tuple[dict[int, list[int]], list[float]]:
     return tokens, [number for _, own in sorted(numbers.items()) for number in own]
 
 
-def compare(home: Path, size: int, adapter: Path | None = None, **kinds: Any) -> None:
-    one, ranks = (make_engine(home, count, **kinds) for count in (1, size))
+def compare(home: Path, size: int, adapter: Path | None = None, num_stages: int = 1, **kinds: Any) -> None:
+    one, ranks = make_engine(home, 1, **kinds), make_engine(home, size, num_stages=num_stages, **kinds)
     expected, expected_numbers = told(run(one, adapter))
     try:
         found, numbers = told(run(ranks, adapter))
@@ -230,6 +246,31 @@ def sizes(row: str, size: int) -> dict[str, Any]:
 def test_ranks_give_the_tokens_of_one_device(row: str, size: int, tmp_path: Path) -> None:
     make_checkpoint(tmp_path, row, **sizes(row, size))
     compare(tmp_path, size)
+
+
+@pytest.mark.parametrize(
+    ("row", "size", "num_stages", "changes"),
+    [
+        ("llama/gqa", 1, 3, {"num_hidden_layers": 5}),
+        ("qwen3_next/experts", 1, 2, {}),
+        *nightly_after(
+            0,
+            (
+                ("llama/gqa", 2, 2, {"num_hidden_layers": 3}),
+                *((row, 1, 2, {}) for row in FIRST_ROWS if not row.startswith("gemma3n")),
+                ("deepseek_v3/groups", 2, 2, {}),
+                ("mixtral/two_of_five", 2, 2, {}),
+                ("kimi_linear/experts", 2, 2, {}),
+            ),
+        ),
+    ],
+)
+def test_stages_give_the_tokens_of_one_device(
+    row: str, size: int, num_stages: int, changes: dict[str, Any], tmp_path: Path
+) -> None:
+    """``size``: ranks of each stage."""
+    make_checkpoint(tmp_path, row, **sizes(row, 2), **changes)
+    compare(tmp_path, size, num_stages=num_stages)
 
 
 @pytest.mark.parametrize(("row", "kv_dtype"), nightly_after(1, (("llama/gqa", INT4), ("gemma2/uncapped", torch.int8))))

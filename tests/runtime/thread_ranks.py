@@ -10,7 +10,6 @@ from typing import Any
 
 from octavo.runtime.ranks.rank_executor import Follower, RankExecutor
 from octavo.steps.messages import Executor, Message, Reply, pack, unpack
-from octavo_kernels.cpu.collective import SharedCollective
 from octavo_kernels.cpu.rank_memory import MappedRankMemory, make_memory
 
 
@@ -27,7 +26,7 @@ class ThreadRanks:
             for pair in zip(others, self._queues, strict=True)
         ]
         self.failures: list[Exception] = []
-        self._collective = memories[0].collective
+        self._memory = memories[0]
         for thread in self._threads:
             thread.start()
 
@@ -51,12 +50,12 @@ class ThreadRanks:
                 follower.execute(unpack(data))
         except Exception as error:
             self.failures.append(error)
-            self._collective.abort()
+            self._memory.abort()
 
 
-def make_ranks(size: int, make: Callable[[SharedCollective], Executor]) -> ThreadRanks:
+def make_ranks(size: int, make: Callable[[MappedRankMemory], Executor], num_stages: int = 1) -> ThreadRanks:
     """``size`` ranks, whose executors ``make`` makes."""
-    descriptor = make_memory(size)
-    memories = [MappedRankMemory(descriptor, rank, size) for rank in range(size)]
+    descriptor = make_memory(size, num_stages=num_stages)
+    memories = [MappedRankMemory(descriptor, rank, size, num_stages) for rank in range(size)]
     os.close(descriptor)
-    return ThreadRanks(memories, [make(memory.collective) for memory in memories])
+    return ThreadRanks(memories, [make(memory) for memory in memories])

@@ -163,7 +163,7 @@ class Eagle3Head:
         self.target_ids = _target_ids(weights, W, own.vocab_size)
         weights.tensors.leave_out("t2d")
         if has("lm_head.weight") or source.is_dummy:
-            self._head = weights.head("lm_head", table, (W, D), False)
+            self._head = weights.head("lm_head", (W, D))
         elif shares and self.target_ids is None:
             self._head = target.head
         else:

@@ -117,7 +117,7 @@ class MTPHead:
         self._norm = weights.norm(names.norm, D, eps, offset)
         self._head = target.head
         if has(names.head):
-            self._head = weights.head(names.head, self._embedding, (config.vocab_size, D), False)
+            self._head = weights.head(names.head, (config.vocab_size, D))
         weights.tensors.finish()
         self.num_bytes = weights.bytes_by_format.total()
 

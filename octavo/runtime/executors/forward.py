@@ -53,6 +53,11 @@ def _recorder(device: torch.device, enforce_eager: bool) -> Recorder | None:
 
 
 def _forward(
-    model: CausalLM, caches: Sequence[LayerCache], token_ids_T: Tensor, positions_T: Tensor, rows: PagedRows
+    model: CausalLM,
+    caches: Sequence[LayerCache],
+    token_ids_T: Tensor,
+    positions_T: Tensor,
+    rows: PagedRows,
+    *given: Tensor,
 ) -> Tensor:
-    return model.forward(token_ids_T, positions_T, caches, rows)
+    return model.forward(token_ids_T, positions_T, caches, rows, *given)

@@ -34,6 +34,7 @@ from octavo.runtime.executors.sampling_state import SamplingState
 from octavo.runtime.executors.step_program import Forward, Logits, RowReader, StepProgram
 from octavo.runtime.executors.step_views import StepBuffers, batch_indices
 from octavo.runtime.kv_storage import KVStorage
+from octavo.runtime.ranks.stage_link import StageLink
 from octavo.runtime.replies import Done, FailedReply
 from octavo.runtime.sharded_logits import WHOLE, ShardedVocabulary
 from octavo.steps.limits import StepLimits
@@ -79,9 +80,11 @@ class HostExecutor:
         embeddings: EmbeddingPool | None = None,
         updates: WeightUpdates | None = None,
         experts: ExpertMoves | None = None,
+        link: StageLink | None = None,
     ) -> None:
         """``forward`` may be a faster equivalent of ``model.forward`` over the storage's layers, used for steps without
-        adapters, and ``logits`` one of ``model.logits``. ``embeddings``: those of images, if the model takes any."""
+        adapters, and ``logits`` one of ``model.logits``. ``embeddings``: those of images, if the model takes any.
+        ``link``: to the ranks of other stages, if there are any."""
         device = storage.device
         max_len = limits.max_blocks * storage.block_size
         self._state = SamplingState(
@@ -96,7 +99,7 @@ class HostExecutor:
         self.adapters = adapters
         self._updates = updates
         self._experts = experts
-        self._forward = forward
+        self._forward, self._link = forward, link
         self._model, self._layers, self._context = model, storage.layers, storage.context
         self._embeddings = embeddings
         rows = None if adapters is None else adapters.rows
@@ -160,6 +163,9 @@ class HostExecutor:
     def _compute(self, token_ids_T: Tensor, positions_T: Tensor, rows: PagedRows) -> Tensor:
         if self._context is not None:
             rows = rows.owned(self._context.part)
+        if self._link is not None:
+            assert self._forward is not None, "stages need one that takes what the stage before has computed"
+            return self._link.run(self._forward, token_ids_T, positions_T, rows)
         has_adapters = self.adapters is not None and bool(self.adapters.rows.by_number)
         if self._forward is not None and not has_adapters:
             return self._forward(token_ids_T, positions_T, rows)

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
+import torch
 
 from octavo.errors import CheckpointError, ConfigError, OctavoError, RanksLost
 from octavo.ops.collective import Collective
@@ -28,6 +29,7 @@ from octavo.runtime.memory import Limits
 from octavo.runtime.ranks.rank_executor import RankExecutor
 from octavo.runtime.ranks.rank_processes import RankProcesses
 from octavo.runtime.ranks.ranks import OnLost
+from octavo.runtime.ranks.stage_link import StageLink
 from octavo.steps.messages import Executor, Message, Reply, pack
 from octavo.telemetry.logs import current_format, current_level
 
@@ -49,6 +51,7 @@ class StartRank(msgspec.Struct, frozen=True, tag=True):
     size: int
     config: dict[str, Any]
     """Settings by their flat names."""
+    num_stages: int
     gpus: tuple[str, ...]
     """Names of the GPUs that it sees, its own first; empty for ranks on CPUs."""
     log_level: str
@@ -103,14 +106,19 @@ class RankGroup:
     """The ranks but the first, told what to load and watched until ``end``; see ``Ranks``."""
 
     def __init__(
-        self, config: dict[str, Any], processes: RankProcesses, shared: SharedMemory, gpus: Sequence[str] = ()
+        self,
+        config: dict[str, Any],
+        processes: RankProcesses,
+        shared: SharedMemory,
+        gpus: Sequence[str] = (),
+        num_stages: int = 1,
     ) -> None:
         """Returns while the ranks load their parts of the model; ``config`` are the settings by their flat names.
 
         ``gpus`` are the names of the GPUs, which ranks share if there are fewer; empty for ranks on CPUs.
         """
         size = processes.size
-        self.memory = shared.view(shared.make(size, processes.descriptor), 0, size)
+        self.memory = shared.view(shared.make(size, processes.descriptor, num_stages), 0, size, num_stages)
         processes.close_memory()
         self._num_sharing = -(-size // max(1, len(gpus)))
         self._watch = _Watch(self.memory, processes)
@@ -121,12 +129,17 @@ class RankGroup:
             for rank, connection in enumerate(processes.connections, 1):
                 own_first = rank % len(gpus) if gpus else 0
                 seen = (*gpus[own_first:], *gpus[:own_first])
-                tell(connection, StartRank(rank, size, config, seen, current_level(), current_format()))
+                logs = current_level(), current_format()
+                tell(connection, StartRank(rank, size, config, num_stages, seen, *logs))
 
     @property
     def collective(self) -> Collective:
         """See ``Ranks``."""
-        return self.memory.collective
+        return self.memory.within
+
+    def link(self, dtype: torch.dtype) -> StageLink | None:
+        """See ``Ranks``."""
+        return None if self.memory.num_stages == 1 else StageLink(self.memory, self.check, dtype)
 
     def least_free(self, free: int) -> int:
         """See ``Ranks``. Raises the error of a rank, or ``RanksLost``."""
@@ -264,7 +277,7 @@ class _Watch:
 
     def _lose(self, rank: int, status: int, problem: str) -> None:
         self.problem = RanksLost(f"rank {rank} of the engine {problem}")
-        self._memory.collective.abort()
+        self._memory.abort()
         self.lost.set()
         if self.on_lost is not None and not self._is_ending.is_set():
             logger.error("%s", self.problem)
@@ -281,13 +294,11 @@ class StalledRankFinder:
 
     def stuck(self) -> tuple[int, bool] | None:
         """The rank that is stuck, and whether a signal stopped it; ``None`` if there is none."""
-        memory, now = self._memory, time.monotonic()
-        rounds = [memory.collective.num_rounds(rank) for rank in range(memory.size)]
+        now = time.monotonic()
         for rank, pid in enumerate(self._pids, 1):
-            read, is_all = memory.num_read(rank)
+            progress, is_waited_for = self._memory.progress(rank)
             time_used, is_stopped = processor_time(pid)
-            done = rounds[rank], read, time_used
-            is_waited_for = rounds[rank] < max(rounds) or not is_all
+            done = progress, time_used
             last, since = self._last.get(rank, (None, now))
             if done != last or not is_waited_for:
                 self._last[rank] = done, now

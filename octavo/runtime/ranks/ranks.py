@@ -10,10 +10,13 @@ import torch
 from octavo.config import ModelSettings
 from octavo.errors import ConfigError
 from octavo.models.config import ModelConfig
+from octavo.models.layer_cache import PipelineStage
 from octavo.models.parts import DecoderConfig
 from octavo.ops.collective import SINGLE_RANK, Collective
 from octavo.ops.device_backend import is_gpu
+from octavo.plugins import CPU
 from octavo.runtime.memory import Limits
+from octavo.runtime.ranks.stage_link import StageLink
 from octavo.steps.messages import Executor
 
 OnLost = Callable[[int], None]
@@ -25,7 +28,11 @@ class Ranks(Protocol):
 
     @property
     def collective(self) -> Collective:
-        """That of the first rank."""
+        """That of the first rank, with those of its stage."""
+        ...
+
+    def link(self, dtype: torch.dtype) -> StageLink | None:
+        """The first rank's way to other stages, if there are any; ``dtype``: of activations."""
         ...
 
     def least_free(self, free: int) -> int:
@@ -54,6 +61,10 @@ class OneRank:
 
     collective = SINGLE_RANK
 
+    def link(self, dtype: torch.dtype) -> StageLink | None:
+        """See ``Ranks``."""
+        return None
+
     def least_free(self, free: int) -> int:
         """See ``Ranks``."""
         return free
@@ -75,6 +86,7 @@ class OneRank:
 def check_divides(model: ModelConfig, settings: ModelSettings, device: torch.device) -> None:
     """Raise ``ConfigError`` if a model cannot be divided among ranks as the settings ask for."""
     size = settings.tensor_parallel_size
+    _check_stages(model, settings.pipeline_parallel_size, device)
     if is_gpu(device) and settings.enable_eplb and settings.batch_invariant:
         raise ConfigError("enable_eplb: does not go with batch_invariant on GPUs, where moves change the order of sums")
     kv_heads = max(spec.num_kv_heads for spec in model.cache)
@@ -94,6 +106,24 @@ def check_divides(model: ModelConfig, settings: ModelSettings, device: torch.dev
             raise ConfigError(f"tensor_parallel_size: {size} does not divide the width of the {name}, {width}")
     if settings.decode_context_parallel_size > 1:
         _check_parts(model, size, settings.decode_context_parallel_size)
+
+
+def _check_stages(model: ModelConfig, count: int, device: torch.device) -> None:
+    name = f"pipeline_parallel_size: {count}"
+    if count == 1:
+        return
+    if device.type != CPU:
+        raise ConfigError(f"{name} is for CPUs; on GPUs, set tensor_parallel_size")
+    if not model.has_stages:
+        raise ConfigError(f"{name} does not go with {model.architecture}, whose layers need more than the one before")
+    if count > model.num_layers:
+        raise ConfigError(f"{name} is more than the model's {model.num_layers} layers")
+    for own in (PipelineStage(number, count).layers(model.num_layers) for number in range(count)):
+        for i in own:
+            if (source := model.cache[i].shared_with) is not None and source not in own:
+                raise ConfigError(
+                    f"{name}: layer {i} reads what layer {source} caches, which another process would have"
+                )
 
 
 def _widths(model: ModelConfig, settings: ModelSettings) -> Iterator[tuple[str, int]]:

@@ -1,0 +1,57 @@
+"""How a rank computes its stage: it gets what the stage before has computed, and hands on what it has computed itself.
+
+All stages then get the output of the last, and sample from it as ranks of one stage do: so tokens, log-probabilities
+and pooled vectors are known to each, and a step needs no other way back.
+
+Shapes: T rows of a step, R rows whose logits are needed, D model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from octavo.models.layer_cache import PipelineStage
+from octavo.ops.attention import PagedRows
+from octavo.ops.device_backend import WAITS, WORKS, Check, MessageReader, RankMemory
+
+StageForward = Callable[..., Tensor]
+"""``CausalLM.forward`` over a stage's caches: token ids, positions, rows, and what the stage before has computed."""
+
+
+class StageLink:
+    """One rank's way to the same rank of the other stages."""
+
+    def __init__(self, memory: RankMemory, check: Check, dtype: torch.dtype) -> None:
+        """``check`` is called while waiting, and raises when waiting is in vain. ``dtype``: of activations."""
+        self.stage = PipelineStage(memory.stage, memory.num_stages)
+        self._memory, self._dtype = memory, dtype
+        self._writer = memory.to_stages(check)
+        self._before = None if self.stage.is_first else memory.from_stage(self.stage.number - 1, check)
+        self._last = None if self.stage.is_last else memory.from_stage(self.stage.count - 1, check)
+        self._received = torch.empty(0, dtype=dtype)
+        """Holds the last stage's output: at one address, so that what is computed from it can be recorded."""
+
+    def run(self, forward: StageForward, token_ids_T: Tensor, positions_T: Tensor, rows: PagedRows) -> Tensor:
+        """The last stage's output, [T, D], or [R, D] with logits indices; valid until the next call."""
+        given = [] if self._before is None else [self._next(self._before).view(len(token_ids_T), -1)]
+        if self._last is not None:
+            rows = replace(rows, logits_indices_R=None)
+        x_TD = forward(token_ids_T, positions_T, rows, *given)
+        self._writer.write(x_TD.contiguous().view(torch.uint8).numpy().tobytes())
+        if self._last is None:
+            return x_TD
+        x = self._next(self._last)
+        if len(self._received) < len(x):
+            self._received = torch.empty_like(x)
+        return self._received[: len(x)].copy_(x).view(-1, x_TD.shape[1])
+
+    def _next(self, reader: MessageReader) -> Tensor:
+        """The next numbers of another stage."""
+        self._memory.note(WAITS)
+        content = reader.next()
+        self._memory.note(WORKS)
+        return torch.frombuffer(bytearray(content), dtype=self._dtype)
