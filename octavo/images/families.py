@@ -6,6 +6,7 @@ import dataclasses
 import json
 import logging
 import math
+import string
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -88,13 +89,14 @@ def read_processor(folder: Path) -> ImageProcessor | None:
 
 
 def _tokens(folder: Path) -> dict[str, int]:
-    """Ids of added tokens and of ends of lines by their text, as byte-level vocabularies have them."""
+    """Ids of added tokens, digits and ends of lines by their text, as byte-level vocabularies have them."""
     tokenizer = _read(folder / "tokenizer.json")
     given, vocabulary = tokenizer.get("added_tokens"), (tokenizer.get("model") or {}).get("vocab")
     found = {token["content"]: token["id"] for token in given} if isinstance(given, list) else {}
     found = {**_read(folder / "added_tokens.json"), **found}
     if isinstance(vocabulary, dict):
         found |= {line: vocabulary[text] for text, line in LINE_TOKENS.items() if text in vocabulary}
+        found |= {digit: vocabulary[digit] for digit in string.digits if digit in vocabulary}
     return found
 
 

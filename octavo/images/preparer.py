@@ -114,8 +114,8 @@ def placed(
     expanded: list[int] = []
     inputs: list[ImageInput] = []
     last = 0
-    for place, image in zip(places, images, strict=True):
-        expanded += tokens[last:place]
+    for index, (place, image) in enumerate(zip(places, images, strict=True)):
+        expanded += tokens[last:place] + processor.number(index)
         inputs.append(processor.placed(image, len(expanded)))
         expanded += processor.tokens(image)
         last = place + 1

@@ -22,6 +22,9 @@ AROUND_TILE, WHOLE, LINE, LINES = "<fake_token_around_image>", "<global-img>", "
 TILE_END = "<|IMG_LINE_BREAK|>"
 """Of Command A Vision."""
 LLAMA4_MARKS = "<|tile_x_separator|>", "<|tile_y_separator|>", "<|image|>"
+SLICE_MARKS = "<image>", "</image>", "<slice>", "</slice>"
+NUMBER_MARKS = "<image_id>", "</image_id>"
+"""Of MiniCPM-V."""
 LFM_PLACE, LFM_WHOLE = "<|img_row_{}_col_{}|>", "<|img_thumbnail|>"
 
 
@@ -88,6 +91,17 @@ def in_views(processor: ImageProcessor, image: PreparedImage) -> list[int]:
     settings, (rows, columns, *_) = processor.settings, image.details
     cells, ends = settings["cells"], settings["line_end"]
     return [processor.token] * (rows * cells * (columns * cells + ends) + settings["whole"])
+
+
+def in_slices(processor: ImageProcessor, image: PreparedImage) -> list[int]:
+    """The entire image and then its slices, each between two tokens, with an end of line between rows of slices
+    (MiniCPM-V)."""
+    rows, columns, slice_height, slice_width, height, width = image.details
+    token, factor = [processor.token], processor.settings["factor"]
+    begin, end, begin_slice, end_slice = (processor.vocabulary[text] for text in SLICE_MARKS)
+    whole = [begin, *token * (height // factor * (width // factor)), end]
+    row = [begin_slice, *token * (slice_height // factor * (slice_width // factor)), end_slice] * columns
+    return [*whole, *([*row, processor.vocabulary[LINE]] * rows)[:-1]]
 
 
 def quarter(cells: int) -> int:
@@ -177,6 +191,8 @@ class ImageProcessor:
     """Embeddings of a tile, where all have as many."""
     vocabulary: Mapping[str, int] = field(default_factory=dict)
     """Ids of tokens that ``layout`` puts between embeddings, by their text."""
+    is_numbered: bool = False
+    """Whether each image of a prompt has its number before it."""
     layout: Callable[[ImageProcessor, PreparedImage], list[int]] = by_size
     """The ids that stand for an image."""
     video: VideoForm | None = None
@@ -229,6 +245,13 @@ class ImageProcessor:
     def tokens(self, image: PreparedImage) -> list[int]:
         """The ids that stand for an image."""
         return self.layout(self, image)
+
+    def number(self, index: int) -> list[int]:
+        """The ids before the image with this index in the prompt (MiniCPM-V)."""
+        if not self.is_numbered:
+            return []
+        begin, end = (self.vocabulary[text] for text in NUMBER_MARKS)
+        return [begin, *(self.vocabulary[digit] for digit in str(index)), end]
 
     def placed(self, image: PreparedImage, start: int) -> ImageInput:
         """An image whose first token is at ``start``."""

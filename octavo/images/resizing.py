@@ -17,6 +17,12 @@ class ImageRefused(ValueError):
     """An image that cannot be prepared. The message is for the client."""
 
 
+def refuse_long(height: int, width: int) -> None:
+    """Raises ``ImageRefused`` if one side is much longer than the other."""
+    if max(height, width) > MOST_RATIO * min(height, width):
+        raise ImageRefused(f"is {width} x {height} pixels: one side is more than {MOST_RATIO} times the other")
+
+
 def by_area(height: int, width: int, settings: dict[str, Any]) -> tuple[int, int]:
     """Both sides multiples of ``factor``, the area between ``least`` and ``most``, the ratio nearly kept
     (Qwen2-VL). With ``grows``, no side is less than ``factor`` before that (GLM-4V). With ``num_frames``, the area is
@@ -33,8 +39,7 @@ def by_area(height: int, width: int, settings: dict[str, Any]) -> tuple[int, int
     if settings.get("grows") and min(height, width) < factor:
         scale = max(factor / height, factor / width)
         height, width = int(height * scale), int(width * scale)
-    if max(height, width) > MOST_RATIO * min(height, width):
-        raise ImageRefused(f"is {width} x {height} pixels: one side is more than {MOST_RATIO} times the other")
+    refuse_long(height, width)
     rows, columns = (max(shortest, round(side / factor) * factor) for side in (height, width))
     volume = rows * columns * round(count / group) * group
     if volume > most:
@@ -96,7 +101,7 @@ def low(settings: dict[str, Any]) -> dict[str, Any]:
             return {**settings, "most": min(settings["most"], LOW_SQUARES)}
         case "padded":
             return {**settings, "most": min(settings["most"], LOW_PIXELS // settings["patch"] ** 2)}
-        case "grid" | "canvas" | "fitted" | "parts":
+        case "grid" | "canvas" | "fitted" | "parts" | "slices":
             return {**settings, "least": 1, "most": 1}
         case "split":
             return {**settings, "longest": settings["side"]}
@@ -130,6 +135,9 @@ def limited(settings: dict[str, Any], most_tokens: int) -> dict[str, Any]:
             most = max(1, min(settings["most"], tiles))
             known = {"whole": {**whole, "least": min(whole["least"], area), "most": area}}
             return {**settings, **known, "least": 1 if most < settings["least"] else settings["least"], "most": most}
+        case "slices":
+            most = most_tokens // settings["tokens"] - 1  # and the whole image
+            return {**settings, "most": max(1, min(settings["most"], most))}
         case "views":
             return {**settings, "most": min(settings["most"], (most_tokens - settings["whole"]) // settings["tokens"])}
         case "split":
@@ -176,6 +184,36 @@ def is_in_tiles(height: int, width: int, settings: dict[str, Any]) -> bool:
     factor, shortest = whole["factor"], whole["factor"] // settings["merge"]
     rows, columns = (max(shortest, round(side / factor) * factor) for side in (height, width))
     return bool(settings["most"] > 1 and rows * columns > whole["most"] * settings["tolerance"])
+
+
+def sliced_grid(height: int, width: int, settings: dict[str, Any]) -> tuple[int, int]:
+    """Rows and columns of the slices of an image, 0 if there are none: at most ``most``, about as many as it has
+    squares of side ``side``, so that they are most nearly square (LLaVA-UHD, arXiv 2403.11703; MiniCPM-V)."""
+    refuse_long(height, width)
+    most, ratio = settings["most"], width / height
+    count = min(math.ceil(height * width / settings["side"] ** 2), most)
+    if count <= 1:
+        return 0, 0
+    counts = [each for each in (count - 1, count, count + 1) if 1 < each <= most]
+    grids = [(rows, each // rows) for each in counts for rows in range(1, each + 1) if each % rows == 0]
+    found, smallest = (1, 1), math.inf
+    for rows, columns in grids:
+        error = abs(math.log(ratio) - math.log(columns / rows))
+        if error < smallest or (error == smallest and rows > found[0]):
+            found, smallest = (rows, columns), error
+    return found
+
+
+def sliced(height: float, width: float, settings: dict[str, Any], grows: bool) -> tuple[int, int]:
+    """The size of a slice or of the entire image: both sides multiples of ``factor``, the area about that of a square
+    of side ``side``, or that of a smaller image unless it ``grows`` (MiniCPM-V)."""
+    side, factor = settings["side"], settings["factor"]
+    if grows or height * width > side**2:
+        ratio = width / height
+        height = int(side / math.sqrt(ratio))
+        width = int(height * ratio)
+    rows, columns = (max(factor, round(length / factor) * factor) for length in (height, width))
+    return rows, columns
 
 
 def best_pinpoint(height: int, width: int, settings: dict[str, Any]) -> tuple[int, int]:

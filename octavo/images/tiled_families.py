@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import string
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -10,7 +11,10 @@ from octavo.images.family_keys import CLIP_DEVIATION, CLIP_MEAN, HALF, MOST_PIXE
 from octavo.images.processors import (
     LFM_PLACE,
     LFM_WHOLE,
+    LINE,
     LLAMA4_MARKS,
+    NUMBER_MARKS,
+    SLICE_MARKS,
     TILE_END,
     ImageProcessor,
     by_tile,
@@ -18,6 +22,7 @@ from octavo.images.processors import (
     in_named,
     in_places,
     in_separated,
+    in_slices,
     in_two_views,
     in_views,
 )
@@ -196,6 +201,31 @@ def _lfm2(config: Mapping[str, Any], given: Mapping[str, Any]) -> ImageProcessor
     )
 
 
+def _minicpm(config: Mapping[str, Any], given: Mapping[str, Any]) -> ImageProcessor | None:
+    is_numbered = given.get("use_image_id") is not False
+    names = [*SLICE_MARKS, LINE, *((*NUMBER_MARKS, *string.digits) if is_numbered else ())]
+    if (found := _tokens(config, names)) is None:
+        return None
+    patch = int(given.get("patch_size") or config["vision_config"].get("patch_size") or 14)
+    merge = 2 if (given.get("downsample_mode") or config.get("downsample_mode")) == "4x" else 4
+    side, factor = int(given.get("scale_resolution") or 448), patch * merge
+    cells = -(-side // factor)
+    settings = {"rule": "slices", "side": side, "factor": factor, "tokens": max(cells * (cells + 1), 15 * cells) + 3}
+    settings |= {"most": int(given.get("max_slice_nums") or 9) if given.get("slice_mode") is not False else 1}
+    token = int(config.get("image_token_id") or config[TOKENS]["<|image_pad|>"])
+    texts = {number: text for text, number in config[TOKENS].items()}
+    return ImageProcessor(
+        settings=settings | {"resample": int(given.get("resample", 3)), "most_pixels": MOST_PIXELS},
+        placeholder=texts.get(token, "<|image_pad|>"),
+        token=token,
+        token_text=texts.get(token, "<|image_pad|>"),
+        vocabulary=found,
+        is_numbered=is_numbered,
+        layout=in_slices,
+        **scaling(given, HALF, HALF),
+    )
+
+
 TILED: dict[str, Maker] = {
     "AyaVisionForConditionalGeneration": _aya,
     "Cohere2VisionForConditionalGeneration": _cohere,
@@ -206,5 +236,6 @@ TILED: dict[str, Maker] = {
     "GotOcr2ForConditionalGeneration": _got_ocr2,
     "Lfm2VlForConditionalGeneration": _lfm2,
     "Llama4ForConditionalGeneration": _llama4,
+    "MiniCPMV4_6ForConditionalGeneration": _minicpm,
 }
 """By architecture of the checkpoint."""

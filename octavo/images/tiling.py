@@ -15,6 +15,8 @@ from octavo.images.resizing import (
     best_pinpoint,
     is_in_tiles,
     packed,
+    sliced,
+    sliced_grid,
     split_sizes,
     within,
     within_patches,
@@ -72,6 +74,22 @@ def in_parts(image: Image.Image, settings: dict[str, Any]) -> Tiles:
         tiles = _cut(_resized(image, (rows * side, columns * side), settings), side, side)
     height, width = RULES[settings["whole"]["rule"]](image.height, image.width, settings["whole"])
     return [*tiles, _resized(image, (height, width), settings)], (rows, columns, side, side, height, width)
+
+
+def in_slices(image: Image.Image, settings: dict[str, Any]) -> Tiles:
+    """Tiles of an image that is large, its ratio nearly kept, and the entire image, both of about the same area. The
+    numbers are those of ``vision.parts.unpacked`` (MiniCPM-V)."""
+    rows, columns = sliced_grid(image.height, image.width, settings)
+    is_sliced = rows * columns > 0
+    height, width = sliced(image.height, image.width, settings, grows=not is_sliced)
+    tile_height, tile_width = (0, 0)
+    tiles: list[Image.Image] = []
+    if is_sliced:
+        sides = max(1, round(image.height / rows)), max(1, round(image.width / columns))
+        tile_height, tile_width = sliced(*sides, settings, grows=True)
+        tiles = _cut(_resized(image, (rows * tile_height, columns * tile_width), settings), tile_height, tile_width)
+    whole = _resized(image, (height, width), settings)
+    return [*tiles, whole], (rows, columns, tile_height, tile_width, height, width)
 
 
 def in_pinpoint(image: Image.Image, settings: dict[str, Any]) -> Tiles:
@@ -146,6 +164,7 @@ TILINGS: dict[str, Callable[[Image.Image, dict[str, Any]], Tiles]] = {
     "padded pinpoints": in_padded_pinpoint,
     "parts": in_parts,
     "pinpoints": in_pinpoint,
+    "slices": in_slices,
     "split": split,
     "views": in_views,
 }

@@ -121,6 +121,7 @@ TEXT_PARTS: dict[str, str] = {
     "LlavaNextForConditionalGeneration": "llama",
     "LlavaNextVideoForConditionalGeneration": "llama",
     "LlavaOnevisionForConditionalGeneration": "qwen2",
+    "MiniCPMV4_6ForConditionalGeneration": "qwen3_5_text",
     "Mistral3ForConditionalGeneration": "mistral",
     "Ovis2ForConditionalGeneration": "qwen2",
     "PaddleOCRVLForConditionalGeneration": "paddleocr_vl_text",
@@ -149,7 +150,7 @@ PREFIXES = {
 """Prefixes of the text part's weights, and the corresponding prefixes in a text-only checkpoint."""
 LEFT_OUT = re.compile(
     r"(model\.)?(vision|vision_tower|vision_model|vision_encoder|vision_projection|visual|visual_embeddings_table|connector|"
-    r"multi_modal_projector|mm_projector|projector|mlp_AR|mlp1|patch_merge_mlp|image_newline|image_tower|video_tower|audio_tower|embed_vision|"
+    r"multi_modal_projector|mm_projector|projector|mlp_AR|mlp1|patch_merge_mlp|merger|image_newline|image_tower|video_tower|audio_tower|embed_vision|"
     r"embed_audio|vision_embedder|view_sep[ea]rator|sam_model|qwen2_model)\b"
 )
 """Names of the other parts."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import random
+import string
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -34,6 +35,8 @@ from octavo.images.processors import (
     LFM_PLACE,
     LFM_WHOLE,
     LLAMA4_MARKS,
+    NUMBER_MARKS,
+    SLICE_MARKS,
     TILE_END,
     WHOLE,
     ImageProcessor,
@@ -300,6 +303,7 @@ def folder_of(architecture: str, folder: Path) -> Path:
     names = [AROUND_TILE, WHOLE, "<image>", *(place_of(row, column) for row in range(1, 5) for column in range(1, 5))]
     names += [TILE_END, *LLAMA4_MARKS, LFM_WHOLE, "TILE_GLOBAL", *(f"TILE_{number}" for number in range(1, 13))]
     names += [LFM_PLACE.format(row, column) for row in range(1, 11) for column in range(1, 11)]
+    names += [*NUMBER_MARKS, *SLICE_MARKS[1:], *string.digits, "<|image_pad|>"]
     added = [{"content": name, "id": 300 + i} for i, name in enumerate(names)]
     config = {"architectures": [architecture], "vision_config": {"hidden_size": 64}}
     (folder / "config.json").write_text(json.dumps(config))

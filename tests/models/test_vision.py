@@ -31,7 +31,7 @@ SCORED = SamplingParams(temperature=0, max_tokens=3, prompt_logprobs=3, logprobs
 GREEDY = SamplingParams(temperature=0, max_tokens=4, logprobs=3)
 ONE, TALL, SMALL = picture(100, 70, 1), picture(64, 150, 2), picture(33, 44, 3)
 TOLERANCE = 1e-3
-WITH_STATE = ("qwen3_5", "lfm2_vl")
+WITH_STATE = ("qwen3_5", "lfm2_vl", "minicpmv4_6")
 """Families that reuse a prefix of 64 tokens or a multiple, as they have recurrent states."""
 ROOM = {"granite_vision": (22, 128), "llava_next": (22, 128), "llava_onevision": (18, 128)}
 """Blocks, and tokens of a sequence, with room for two prompts of an image but not for the answers."""

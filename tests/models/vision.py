@@ -297,7 +297,7 @@ KIMI = {
     "tie_word_embeddings": False,
 }
 INPUTS = ("pixel_values", "pixel_attention_mask", "image_grid_thw", "image_position_ids", "image_sizes")
-INPUTS += ("spatial_shapes", "pixel_values_local", "num_local_patches", "patches_grid")
+INPUTS += ("spatial_shapes", "pixel_values_local", "num_local_patches", "patches_grid", "target_sizes")
 """What models take of what processors give."""
 FAMILIES = {
     **TILED,

@@ -21,6 +21,8 @@ from transformers import (
     GotOcr2ImageProcessorPil,
     Lfm2VlProcessor,
     Llama4Processor,
+    MiniCPMV4_6ImageProcessorPil,
+    MiniCPMV4_6Processor,
     PaddleOCRVLImageProcessorPil,
     PixtralImageProcessorPil,
     ProcessorMixin,
@@ -124,6 +126,8 @@ COHERE_TOKENS = {"<|IMG_PATCH|>": IMAGE, "<|IMG_LINE_BREAK|>": 251, "<|START_OF_
 AYA_TOKENS = {**COHERE_TOKENS, "TILE_GLOBAL": 249} | {f"TILE_{i}": 240 + i for i in range(1, 4)}
 LLAMA4_TOKENS = {"<|patch|>": IMAGE, "<|tile_x_separator|>": 251, "<|tile_y_separator|>": 252, "<|image|>": 253}
 LLAMA4_TOKENS |= {"<|image_start|>": 254, "<|image_end|>": 255}
+MINICPM_TOKENS = {"<|image_pad|>": IMAGE, "<image>": 251, "</image>": 252, "<slice>": 253, "</slice>": 254, "Ċ": 249}
+MINICPM_TOKENS |= {"<image_id>": 247, "</image_id>": 248, **{str(digit): 230 + digit for digit in range(10)}}
 LFM2_TOKENS = {"<image>": IMAGE, "<|image_start|>": 251, "<|image_end|>": 252, "<|img_thumbnail|>": 253}
 LFM2_TOKENS |= {
     f"<|img_row_{row}_col_{column}|>": 225 + 4 * row + column for row in range(1, 5) for column in range(1, 5)
@@ -142,6 +146,19 @@ def _read(
         return [tokenizer(tokens).encode(text).ids[1:-1] for text in texts]
 
     return found
+
+
+def _numbered(found: Any) -> list[list[int]]:
+    """As the library's processor writes them, which has the number of each image before it."""
+    processor = object.__new__(MiniCPMV4_6Processor)
+    names = {"image_token": "<|image_pad|>", "image_start_token": "<image>", "image_end_token": "</image>"}
+    names |= {"slice_start_token": "<slice>", "slice_end_token": "</slice>"}
+    names |= {"image_id_start_token": "<image_id>", "image_id_end_token": "</image_id>"}
+    vars(processor).update(names, slice_mode=True)
+    count = len(found["grids"])
+    texts = [processor.replace_image_token(found, i, image_token_divisor=16) for i in range(count)]
+    texts = processor._prepend_local_ids(["<|image_pad|>" * count], texts, "<|image_pad|>")
+    return [tokenizer(MINICPM_TOKENS).encode(text).ids for text in texts]
 
 
 COHERE_MARKS = {"start_of_img_token": "<|START_OF_IMG|>", "end_of_img_token": "<|END_OF_IMG|>"}
@@ -398,6 +415,28 @@ TILED = {
             lambda processor, found, i: processor._prompt_split_image(found["numbers"][i], 4),
         ),
         LLAMA4_TOKENS,
+    ),
+    "minicpmv4_6": Family(
+        "minicpmv4_6",
+        {
+            "text_config": {
+                **TEXT,
+                "model_type": "qwen3_5_text",
+                "head_dim": 32,
+                "rope_parameters": {**ROPE, "partial_rotary_factor": 0.5, "mrope_interleaved": True},
+                "layer_types": ["linear_attention", "full_attention"] * 2,
+                "linear_num_key_heads": 2,
+                "linear_num_value_heads": 4,
+                "linear_key_head_dim": 8,
+                "linear_value_head_dim": 8,
+            },
+            "vision_config": {**SMALL_TOWER, "insert_layer_id": 1},
+            "insert_layer_id": 1,
+            "image_token_id": IMAGE,
+        },
+        partial(MiniCPMV4_6ImageProcessorPil, scale_resolution=80, patch_size=14, max_slice_nums=3),
+        _numbered,
+        MINICPM_TOKENS,
     ),
     "paddleocr_vl": Family(
         "paddleocr_vl",

@@ -19,6 +19,7 @@ from octavo.models.vision.glm import Glm4vTower, GlmOcrTower
 from octavo.models.vision.internvl import InternVLChatTower, InternVLTower, QianfanTower
 from octavo.models.vision.llama4 import Llama4Tower
 from octavo.models.vision.llava import LlavaNextTower, LlavaOnevisionTower, LlavaTower
+from octavo.models.vision.minicpm import MiniCPMTower
 from octavo.models.vision.moonvit import MoonTower
 from octavo.models.vision.naflex import LfmTower, PaddleOCRTower
 from octavo.models.vision.pixtral import LightOnTower, Mistral3Tower, PixtralTower
@@ -71,6 +72,7 @@ TOWERS: dict[str, Family] = {
     "LlavaNextForConditionalGeneration": LlavaNextTower,
     "LlavaNextVideoForConditionalGeneration": LlavaNextTower,
     "LlavaOnevisionForConditionalGeneration": LlavaOnevisionTower,
+    "MiniCPMV4_6ForConditionalGeneration": MiniCPMTower,
     "Mistral3ForConditionalGeneration": Mistral3Tower,
     "PaddleOCRVLForConditionalGeneration": PaddleOCRTower,
     "QianfanOCRForConditionalGeneration": QianfanTower,
