@@ -348,17 +348,21 @@ def write_projector(folder: Path, path: Path, kind: str, form: Callable[[Array],
     writer.add_vision_block_count(layers - (kind == "mlp"))  # the last layer is not used
     places = inner.get("num_position_embeddings", 1600) ** 0.5
     processor = json.loads((folder / "preprocessor_config.json").read_text())
-    longest = processor["size"]["longest_edge"] if kind == "pixtral" else None
+    longest = processor["size"]["longest_edge"] if kind in ("pixtral", "lightonocr") else None
+    if kind == "kimivl":
+        longest = inner["init_pos_emb_height"] * 14
+    if kind == "lfm2":
+        longest = round(inner["num_patches"] ** 0.5) * 16
     writer.add_vision_image_size(longest or inner.get("image_size", round(places) * inner["patch_size"]))
-    writer.add_vision_patch_size(inner["patch_size"])
+    writer.add_vision_patch_size(inner.get("patch_size", 14))
     writer.add_vision_embedding_length(inner["hidden_size"])
     writer.add_vision_feed_forward_length(inner["intermediate_size"])
     writer.add_vision_head_count(inner.get("num_attention_heads") or inner["num_heads"])
     writer.add_vision_attention_layernorm_eps(1e-6)
     writer.add_vision_projection_dim(config["text_config"]["hidden_size"])
-    writer.add_vision_image_mean(processor["image_mean"])
-    writer.add_vision_image_std(processor["image_std"])
-    if kind in ("gemma3", "idefics3", "internvl", "gemma4v"):
+    writer.add_vision_image_mean(processor.get("image_mean", [0.5] * 3))
+    writer.add_vision_image_std(processor.get("image_std", [0.5] * 3))
+    if kind in ("gemma3", "idefics3", "internvl", "gemma4v", "kimivl", "lfm2", "llama4"):
         writer.add_vision_projector_scale_factor(2)
     if kind == "mlp":
         writer.add_bool("clip.has_llava_projector", True)
@@ -375,7 +379,7 @@ def write_projector(folder: Path, path: Path, kind: str, form: Callable[[Array],
         writer.add_vision_preproc_image_size(processor["size"]["longest_edge"])
     if kind == "internvl":
         writer.add_vision_preproc_max_tiles(processor["max_patches"])
-    if "spatial_merge_size" in config and kind == "pixtral":
+    if "spatial_merge_size" in config and kind in ("pixtral", "lightonocr"):
         writer.add_vision_spatial_merge_size(config["spatial_merge_size"])
     deep = None
     if kind == "qwen3vl_merger":
@@ -386,7 +390,7 @@ def write_projector(folder: Path, path: Path, kind: str, form: Callable[[Array],
         writer.add_uint32(gguf.Keys.ClipVision.WINDOW_SIZE, inner["window_size"])
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.MMPROJ, max(layers, 4))  # maps behind them have numbers, too
     for name, tensor in load_file(folder / "model.safetensors").items():
-        if kind == "pixtral" and re.search(r"attention\.[qk]_proj", name):
+        if kind in ("pixtral", "lightonocr") and re.search(r"attention\.[qk]_proj", name):
             halves = tensor.unflatten(0, (inner["num_attention_heads"], 2, -1))
             tensor = halves.transpose(1, 2).reshape(tensor.shape)
         for stored, part in _tower_parts(name.removeprefix("model."), tensor, deep, kind, layers):
@@ -448,8 +452,23 @@ def _tower_parts(name: str, tensor: Tensor, deep: list[int] | None, kind: str, l
         return _gemma4_part(name, tensor)
     if kind == "idefics3":
         return [(f"model.{name}", tensor)]
-    if kind == "pixtral":
-        return [(name, tensor)]
+    if kind in ("pixtral", "lightonocr"):
+        name = name.replace("vision_encoder.", "vision_tower.")
+        return [(name.replace("vision_projection.", "multi_modal_projector."), tensor)]
+    if kind == "kimivl":
+        if name.endswith("pos_emb.weight"):
+            tensor = tensor.flatten(0, 1)
+        parts = zip("qkv", tensor.chunk(3), strict=True) if ".wqkv." in name else [("qkv", tensor)]
+        return [(name.replace("wqkv", f"w{end}"), piece) for end, piece in parts]
+    if kind == "lfm2":
+        if name.endswith("patch_embedding.weight"):
+            tensor = tensor.view(-1, 16, 16, 3).permute(0, 3, 1, 2)
+        return [(re.sub(r"^vision_tower\.(?!vision_model)", "vision_tower.vision_model.", name), tensor)]
+    if kind == "llama4":
+        name = name.replace("embedding_vlm", "embedding_vlm.weight")
+        if found := re.search(r"^vision_model\.model\.layers\.(\d+)\.post_attention_layernorm\.(\w+)$", name):
+            return [(f"v.blk.{found[1]}.ln2.{found[2]}", tensor)]
+        return [("mm.model.fc.weight" if name.startswith("multi_modal_projector") else name, tensor)]
     if kind == "internvl":
         parts = {"layer_norm": "0", "linear_1": "1", "linear_2": "3"}
         name = re.sub(r"^multi_modal_projector\.(\w+)", lambda found: f"mlp1.{parts[found[1]]}", name)

@@ -17,7 +17,13 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from octavo import LLM
 from octavo.errors import CheckpointError
+from octavo.models.vision.tower import Pixels
+from octavo.models.vision.towers import load_tower, read_vision
+from octavo.quant.stored.stored_weight import WeightFormat
+from octavo.weights.checkpoint import open_checkpoint
+from octavo.weights.gguf.gguf_checkpoint import ProjectorTensors
 from octavo.weights.gguf.hub_gguf import choose_projector
+from octavo.weights.gguf.projector import KINDS as FILES
 from octavo.weights.gguf.projector import open_projector, projector_of
 from tests.models import vision
 from tests.models.gguf_files import write_gguf, write_projector
@@ -41,6 +47,10 @@ KINDS |= {"llava": ("mlp", "<image>"), "llava_next": ("mlp", "<unk>"), "glm4v": 
 TEXT |= {"glm4v_moe": ("glm4_moe", "glm4_moe"), "glm_ocr": ("glm4", "glm4")}
 KINDS |= dict.fromkeys(("glm4v_moe", "glm_ocr"), ("glm4v", "<|image|>"))
 KINDS |= dict.fromkeys(("internvl", "internvl_rms"), ("internvl", "<IMG_CONTEXT>"))
+TEXT |= {"kimi_vl": ("deepseek_v3", "deepseek_v3"), "lfm2_vl": ("lfm2", "lfm2"), "lighton_ocr": ("qwen3", "qwen3")}
+TEXT |= {"llama4": ("llama4_text", "llama4_text")}
+KINDS |= {"kimi_vl": ("kimivl", "<|media_pad|>"), "lfm2_vl": ("lfm2", "<image>"), "llama4": ("llama4", "<|patch|>")}
+KINDS |= {"lighton_ocr": ("lightonocr", "<|image_pad|>")}
 
 
 def made(name: str, folder: Path, form: Callable[[Array], Array] = lambda values: values) -> PreTrainedModel:
@@ -54,8 +64,11 @@ def made(name: str, folder: Path, form: Callable[[Array], Array] = lambda values
         given["attention_bias"] = False  # which its class does not read
         given["rope_parameters"]["partial_rotary_factor"] = 1.0  # as in the published configuration
     part = AutoModelForCausalLM.from_config(AutoConfig.for_model(**given))
-    whole_names = re.compile(r"^model\.(language_model|text_model)\.")
-    own = {whole_names.sub("model.", key): tensor for key, tensor in model.state_dict().items()}
+    whole_names = re.compile(r"^(model\.(language_model|text_model)|language_model\.model)\.")
+    own = {
+        whole_names.sub("model.", key).removeprefix("language_model."): tensor
+        for key, tensor in model.state_dict().items()
+    }
     assert not part.load_state_dict(own, strict=False).missing_keys
     part.save_pretrained(folder)
     written = {**vision.written_config(folder), "model_type": TEXT[name][1]}
@@ -70,16 +83,40 @@ def made(name: str, folder: Path, form: Callable[[Array], Array] = lambda values
 
 
 DAILY = ("gemma3", "qwen2_5_vl", "qwen3_vl", "mistral3", "smolvlm", "internvl_rms", "llava_next", "glm4v", "gemma4")
+DAILY += ("kimi_vl", "lighton_ocr")
+ALONE = {"lfm2_vl": (64, 96), "llama4": (56, 56)}
+"""Families whose files say nothing of tiles, so that images would be cut by the sizes of published models; and rows and
+columns of an image."""
 
 
 @one_in(2)
-@pytest.mark.parametrize("name", [*DAILY, *(nightly(name) for name in KINDS if name not in DAILY)])
+@pytest.mark.parametrize("name", [*DAILY, *(nightly(name) for name in KINDS if name not in (*DAILY, *ALONE))])
 def test_a_tower_next_to_the_text_part(name: str, tmp_path: Path) -> None:
     model = made(name, tmp_path)
     with LLM(tmp_path / "model.gguf", **SETTINGS) as llm:
         for prompt, output in zip(PROMPTS, llm.generate(as_inputs(PROMPTS), SCORED), strict=True):
             assert worst_difference(name, model, prompt, output) < TOLERANCE
         llm.engine.check()
+
+
+@pytest.mark.parametrize("name", ALONE)
+def test_a_tower_alone(name: str, tmp_path: Path) -> None:
+    made(name, tmp_path)
+    whole, size, form = tmp_path / "whole", ALONE[name], WeightFormat(torch.float32, torch.device("cpu"))
+    projector = open_projector(tmp_path / "model.gguf")
+    assert projector is not None
+    text = {**vision.written_config(whole)["text_config"], "architectures": [FILES[KINDS[name][0]].texts[0]]}
+    sources: list[tuple[dict[str, Any], Any]] = [(projector.config(text, []), ProjectorTensors(projector))]
+    sources.append((vision.written_config(whole), open_checkpoint(whole)))
+    pixels = torch.randint(0, 256, (1, *size, 3), generator=torch.Generator().manual_seed(1), dtype=torch.uint8)
+    image = Pixels(pixels, (0, 0, 1, 1, *size), (0.5,) * 3, (0.5,) * 3)
+    found = []
+    for values, source in sources:
+        config = read_vision(values)
+        assert config is not None
+        found.append(load_tower(values, config, source, form).tower(image))
+    assert len(found[0]) > 1
+    assert torch.equal(*found)
 
 
 def test_towers_in_sixteen_bits(tmp_path: Path) -> None:

@@ -347,7 +347,12 @@ TILED = {
     "lfm2_vl": Family(
         "lfm2_vl",
         {
-            "text_config": {"model_type": "lfm2", **TEXT, "layer_types": ["conv", "full_attention"] * 2},
+            "text_config": {
+                "model_type": "lfm2",
+                **TEXT,
+                "layer_types": ["conv", "full_attention"] * 2,
+                "block_auto_adjust_ff_dim": False,
+            },
             "vision_config": {
                 **SMALL_TOWER,
                 "model_type": "siglip2_vision_model",

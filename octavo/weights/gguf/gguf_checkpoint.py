@@ -19,7 +19,7 @@ from octavo.weights.gguf.gguf_families import FAMILIES, TensorPlace, translate
 from octavo.weights.gguf.gguf_hybrids import HYBRIDS
 from octavo.weights.gguf.gguf_mixtures import MIXTURES
 from octavo.weights.gguf.gguf_reader import GGUFFile
-from octavo.weights.gguf.projector import FRAME, MINUS_ONE, PIXELS, Projector
+from octavo.weights.gguf.projector import FRAME, MINUS_ONE, Projector
 
 ALL_FAMILIES = FAMILIES | DECODERS | MIXTURES | HYBRIDS
 DENSE_KINDS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -166,10 +166,11 @@ class ProjectorTensors:
         if self._projector.is_permuted(parts[0]):
             heads = self._projector.num_heads
             found = found.view(heads, -1, 2, *found.shape[1:]).transpose(1, 2).reshape(found.shape)
-        if name == f"{PIXELS}.weight":
+        if self._projector.has_colours_last(parts[0]):
             found = found.movedim(1, -1).flatten(1)
-        if _without_ones(found.shape) == _without_ones(shape):  # converters leave out axes of one place
-            found = found.reshape(shape)
+        joins = len(found.shape) == 2 and found.shape == (math.prod(shape[:-1]), shape[-1])
+        if joins or _without_ones(found.shape) == _without_ones(shape):
+            found = found.reshape(shape)  # converters join axes, or leave out those of one place
         if found.shape != shape:
             raise CheckpointError(f"{path}: {name!r} has shape {tuple(found.shape)}, expected {shape}")
         return found

@@ -48,10 +48,9 @@ GEMMA4_MAPS |= {f"mlp.{part}_proj": f"ffn_{part}" for part in ("gate", "up", "do
 BOUNDS = ("input_min", "input_max", "output_min", "output_max")
 GEMMA4_LAYER = GEMMA4_NORMS | {f"{own}.linear": stored for own, stored in GEMMA4_MAPS.items()}
 GEMMA4_LAYER |= {f"{own}.{end}": f"{stored}.{end}" for own, stored in GEMMA4_MAPS.items() for end in BOUNDS}
-PIXELS = "vision_tower.patch_embedder.input_proj"
-"""The converter puts colours first; in checkpoints they are last."""
+PATCH_MAP = "v.patch_embd.weight"
 GEMMA4 = {f"vision_tower.encoder.layers.*.{own}": f"v.blk.*.{stored}" for own, stored in GEMMA4_LAYER.items()} | {
-    PIXELS: "v.patch_embd",
+    "vision_tower.patch_embedder.input_proj": "v.patch_embd",
     "vision_tower.patch_embedder.position_embedding_table": "v.position_embd.weight",
     "vision_tower.std_bias": "v.std_bias",
     "vision_tower.std_scale": "v.std_scale",
@@ -146,6 +145,40 @@ QWEN3 = {
     "visual.merger.linear_fc1": "mm.0",
     "visual.merger.linear_fc2": "mm.2",
 }
+MOON_LAYER = {"norm0": "ln1", "norm1": "ln2", "wo": "attn_out", "mlp.fc0": "ffn_up", "mlp.fc1": "ffn_down"}
+MOON = {f"vision_tower.encoder.blocks.*.{own}": f"v.blk.*.{stored}" for own, stored in MOON_LAYER.items()} | {
+    "vision_tower.patch_embed.proj": "v.patch_embd",
+    "vision_tower.patch_embed.pos_emb": "v.position_embd",
+    "vision_tower.encoder.final_layernorm": "v.post_ln",
+    "multi_modal_projector.pre_norm": "mm.input_norm",
+    "multi_modal_projector.linear_1": "mm.1",
+    "multi_modal_projector.linear_2": "mm.2",
+}
+LFM2 = {f"vision_tower.{own}": stored for own, stored in SIGLIP.items()} | {
+    "multi_modal_projector.layer_norm": "mm.input_norm",
+    "multi_modal_projector.linear_1": "mm.1",
+    "multi_modal_projector.linear_2": "mm.2",
+}
+LLAMA4_LAYER = {
+    "input_layernorm": "ln1",
+    "post_attention_layernorm": "ln2",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_out",
+    "mlp.fc1": "ffn_up",
+    "mlp.fc2": "ffn_down",
+}
+LLAMA4 = {f"vision_model.model.layers.*.{own}": f"v.blk.*.{stored}" for own, stored in LLAMA4_LAYER.items()} | {
+    "vision_model.patch_embedding.linear": "v.patch_embd",
+    "vision_model.class_embedding": "v.class_embd",
+    "vision_model.positional_embedding_vlm": "v.position_embd.weight",
+    "vision_model.layernorm_pre": "v.pre_ln",
+    "vision_model.layernorm_post": "v.post_ln",
+    "vision_model.vision_adapter.mlp.fc1": "mm.model.mlp.1",
+    "vision_model.vision_adapter.mlp.fc2": "mm.model.mlp.2",
+    "multi_modal_projector.linear_1": "mm.model.fc",
+}
 DEEP = {"norm": "norm", "linear_fc1": "fc1", "linear_fc2": "fc2"}
 """Parts of the mergers of layers whose outputs the decoder gets; the file has them by the number of the layer."""
 MINUS_ONE = "mm.soft_emb_norm.weight"
@@ -169,6 +202,10 @@ class ProjectorKind(NamedTuple):
     """Texts of the token at an image's places: the first one that the vocabulary has."""
     permuted: tuple[str, ...] = ()
     """Parts of layers in whose rows the two numbers of a rotary pair are adjacent."""
+    joined: str = ""
+    """A map of each layer to queries, keys and values, of which files have three."""
+    has_colours_last: bool = False
+    """Whether checkpoints have the colours of patches last, which converters put first."""
 
 
 def _gemma3(data: Metadata) -> dict[str, Any]:
@@ -246,6 +283,41 @@ def _pixtral(data: Metadata) -> dict[str, Any]:
     return {**found, "outer": outer, "processing": processing}
 
 
+def _lighton(data: Metadata) -> dict[str, Any]:
+    found = _pixtral(data)
+    found["outer"]["architectures"] = ["LightOnOCRForConditionalGeneration"]
+    return {**found, "processing": {**found["processing"], "patch_size": data.count("vision.patch_size")}}
+
+
+def _kimi(data: Metadata) -> dict[str, Any]:
+    side = data.count("vision.image_size") // data.count("vision.patch_size")
+    merge = data.count("vision.projector.scale_factor", 2)
+    return {"init_pos_emb_height": side, "init_pos_emb_width": side, "merge_kernel_size": [merge, merge]}
+
+
+def _lfm2(data: Metadata) -> dict[str, Any]:
+    merge, patch = data.count("vision.projector.scale_factor", 2), data.count("vision.patch_size")
+    outer = {
+        "downsample_factor": merge,
+        "projector_hidden_size": data.rows("mm.1.weight"),
+        "projector_use_layernorm": "mm.input_norm.weight" in data.file.tensors,
+        "projector_bias": "mm.1.bias" in data.file.tensors,
+    }
+    processing = {"downsample_factor": merge, "encoder_patch_size": patch}
+    if (method := RESIZING.get(data.get("vision.image_resize_algo"))) is not None:
+        processing["resample"] = method
+    places = (data.count("vision.image_size") // patch) ** 2
+    return {"num_patches": places, "outer": outer, "processing": processing}
+
+
+def _llama4(data: Metadata) -> dict[str, Any]:
+    return {
+        "projector_input_dim": data.rows("mm.model.mlp.1.weight"),
+        "projector_output_dim": data.rows("mm.model.mlp.2.weight"),
+        "pixel_shuffle_ratio": 1 / data.count("vision.projector.scale_factor", 2),
+    }
+
+
 def _qwen25(data: Metadata) -> dict[str, Any]:
     every, layers = data.count("vision.n_wa_pattern", 8), data.count("vision.block_count")
     given = data.get("vision.wa_layer_indexes")
@@ -283,6 +355,7 @@ def _qwen3(data: Metadata) -> dict[str, Any]:
     }
 
 
+RESIZING = {"lanczos": 1, "bilinear": 2, "bicubic": 3}
 MLP = "mlp"
 """LLaVA's, which the oldest files do not name."""
 QWEN3_TEXTS = ("Qwen3VLForConditionalGeneration", "Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM")
@@ -292,7 +365,14 @@ KINDS = {
     "gemma3": ProjectorKind(
         "Gemma3ForConditionalGeneration", ("Gemma3ForCausalLM",), GEMMA3, _gemma3, ("<image_soft_token>",)
     ),
-    "gemma4v": ProjectorKind("Gemma4ForConditionalGeneration", ("Gemma4ForCausalLM",), GEMMA4, _gemma4, ("<|image|>",)),
+    "gemma4v": ProjectorKind(
+        "Gemma4ForConditionalGeneration",
+        ("Gemma4ForCausalLM",),
+        GEMMA4,
+        _gemma4,
+        ("<|image|>",),
+        has_colours_last=True,
+    ),
     "glm4v": ProjectorKind(GLM4V_MODEL, (GLM4V_MODEL, GLM4V_MOE), GLM4V, _glm4v, ("<|image|>",)),
     "idefics3": ProjectorKind(
         "SmolVLMForConditionalGeneration", ("LlamaForCausalLM",), IDEFICS3, _idefics3, ("<image>",)
@@ -300,6 +380,31 @@ KINDS = {
     "internvl": ProjectorKind(
         "InternVLForConditionalGeneration", INTERN_TEXTS, INTERNVL, _internvl, ("<IMG_CONTEXT>",)
     ),
+    "kimivl": ProjectorKind(
+        "KimiVLForConditionalGeneration",
+        ("DeepseekV3ForCausalLM",),
+        MOON,
+        _kimi,
+        ("<|media_pad|>",),
+        joined="vision_tower.encoder.blocks.*.wqkv",
+    ),
+    "lfm2": ProjectorKind(
+        "Lfm2VlForConditionalGeneration",
+        ("Lfm2ForCausalLM", "Lfm2MoeForCausalLM"),
+        LFM2,
+        _lfm2,
+        ("<image>",),
+        has_colours_last=True,
+    ),
+    "lightonocr": ProjectorKind(
+        "LightOnOCRForConditionalGeneration",
+        ("Qwen3ForCausalLM",),
+        PIXTRAL,
+        _lighton,
+        ("<|image_pad|>",),
+        ("attn_q", "attn_k"),
+    ),
+    "llama4": ProjectorKind("Llama4ForConditionalGeneration", ("Llama4ForCausalLM",), LLAMA4, _llama4, ("<|patch|>",)),
     MLP: ProjectorKind(
         "LlavaForConditionalGeneration",
         ("LlamaForCausalLM", "MistralForCausalLM"),
@@ -310,7 +415,9 @@ KINDS = {
     "pixtral": ProjectorKind(
         "LlavaForConditionalGeneration", MISTRAL_TEXTS, PIXTRAL, _pixtral, ("[IMG]",), ("attn_q", "attn_k")
     ),
-    "qwen2.5vl_merger": ProjectorKind(QWEN25_VL, (QWEN25_VL,), QWEN25, _qwen25, ("<|image_pad|>",)),
+    "qwen2.5vl_merger": ProjectorKind(
+        QWEN25_VL, (QWEN25_VL,), QWEN25, _qwen25, ("<|image_pad|>",), joined="visual.blocks.*.attn.qkv"
+    ),
     "qwen3vl_merger": ProjectorKind(QWEN3_TEXTS[0], QWEN3_TEXTS, QWEN3, _qwen3, ("<|image_pad|>",)),
 }
 """By ``clip.projector_type``."""
@@ -381,6 +488,10 @@ class Projector:
         self.places = self._named()
         """The tensors that are joined in each tensor of transformers."""
 
+    def has_colours_last(self, tensor: str) -> bool:
+        """Whether a tensor is one whose colours were put first."""
+        return tensor == PATCH_MAP and self._kind.has_colours_last
+
     def is_permuted(self, tensor: str) -> bool:
         """Whether the two numbers of a rotary pair are adjacent among the rows of a tensor."""
         return any(f".{part}." in tensor for part in self._kind.permuted)
@@ -432,7 +543,8 @@ class Projector:
             found["image_newline"] = [NEWLINES[1]]
         if FRAME in tensors:
             found["visual.patch_embed.proj.weight"].append(FRAME)
-        for layer in range(self._vision["num_hidden_layers"]) if self._kind.names is QWEN25 else ():
+        for layer in range(self._vision["num_hidden_layers"]) if self._kind.joined else ():
             for end in ("weight", "bias"):
-                found[f"visual.blocks.{layer}.attn.qkv.{end}"] = [f"v.blk.{layer}.attn_{part}.{end}" for part in "qkv"]
+                own = self._kind.joined.replace("*", str(layer))
+                found[f"{own}.{end}"] = [f"v.blk.{layer}.attn_{part}.{end}" for part in "qkv"]
         return found
