@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from octavo.cli.settings import add_settings, load_config
-from octavo.config import DEFAULT_MODEL, EngineConfig
+from octavo.config import DEFAULT_MODEL, EngineConfig, ModelSettings
 from octavo.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -147,17 +147,16 @@ def _check(config: EngineConfig) -> int:
         print(f"does not fit on {device}: {error}")
         print(f"{_weights(sizes)}\nfree: {free / 2**20:,.1f} MiB, {left / 2**20:,.1f} MiB without the weights")
         return 1
-    print(
-        f"fits on {device}, with contexts of {limits.max_model_len} tokens{_of_each(limits, config.model.num_ranks)}:"
-    )
+    print(f"fits on {device}, with contexts of {limits.max_model_len} tokens{_of_each(limits, config.model)}:")
     print(f"{budget.table()}\n{_weights(sizes)}")
     return 0
 
 
-def _of_each(limits: Limits, num_ranks: int) -> str:
-    if num_ranks == 1:
+def _of_each(limits: Limits, settings: ModelSettings) -> str:
+    count = settings.num_ranks
+    if count == 1:
         return ""
-    return f", divided among {num_ranks} ranks with a KV cache for {limits.num_cached_tokens} tokens, of which each has"
+    return f", divided among {count} ranks with a KV cache for {limits.num_cached_tokens} tokens, of which each has"
 
 
 def _weights(sizes: Mapping[str, int]) -> str:
