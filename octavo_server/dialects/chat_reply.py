@@ -21,11 +21,13 @@ from starlette.requests import Request
 from octavo.errors import RequestError
 from octavo.text.message_parser import Call, Piece, Text
 from octavo_server.admission import ClientRequest
-from octavo_server.dialects.openai.chat import ChatBody, chat_message, client_request, tools_of
+from octavo_server.dialects.batches.files import file_reader
+from octavo_server.dialects.openai.chat import ChatBody, chat_message, client_request, prompt_of, tools_of
 from octavo_server.generation import GeneratedChoice, Generation
 from octavo_server.http.sse import EventStream
 from octavo_server.pipeline import Answer, Submission
 from octavo_server.services import ModelServices
+from octavo_server.tenants.api_keys import caller_of
 
 _PATH = re.compile(r"([a-z_]+)(\[(\d+)\])?([^' ]*)")
 _QUOTED = re.compile(f"'({_PATH.pattern})'")
@@ -156,6 +158,15 @@ def submission(
         in_words=names.in_errors,
         keep=keep,
     )
+
+
+async def num_prompt_tokens(services: ModelServices, chat: ChatBody, request: Request, names: FieldNames) -> int:
+    """Tokens of the prompt of a conversation. Raises ``RequestError``, in the words of ``names``."""
+    with names.in_errors():
+        source, caller = prompt_of(chat, services, tools_of(chat, services)), caller_of(request)
+        read_file = file_reader(services.server.store, caller.name)
+        prompt = await services.admission.encode(source, "messages", chat.add_special_tokens, caller, read_file)
+    return len(prompt.tokens)
 
 
 def _with_limit_that_fits(submitted: ClientRequest) -> ClientRequest:

@@ -22,14 +22,11 @@ from octavo_server.dialects.anthropic.body import (
     wants_thinking,
     without_effect,
 )
-from octavo_server.dialects.batches.files import file_reader
-from octavo_server.dialects.chat_reply import ChatReply, FieldNames, submission
-from octavo_server.dialects.openai.chat import prompt_of, tools_of
+from octavo_server.dialects.chat_reply import ChatReply, FieldNames, num_prompt_tokens, submission
 from octavo_server.http.endpoint import Endpoint
 from octavo_server.http.sse import json_response
 from octavo_server.pipeline import Dialect, Submission
 from octavo_server.services import ModelServices, server_of
-from octavo_server.tenants.api_keys import caller_of
 
 
 async def _translate(body: MessageBody, services: ModelServices, request: Request) -> Submission:
@@ -49,12 +46,7 @@ async def count_tokens(request: Request) -> Response:
     services.check_model(body.model)
     chat, names, left_out = translated(body, services)
     services.report(request, left_out)
-    with names.in_errors():
-        source = prompt_of(chat, services, tools_of(chat, services))
-        caller = caller_of(request)
-        read_file = file_reader(services.server.store, caller.name)
-        prompt = await services.admission.encode(source, "messages", chat.add_special_tokens, caller, read_file)
-    return json_response({"input_tokens": len(prompt.tokens)}, headers)
+    return json_response({"input_tokens": await num_prompt_tokens(services, chat, request, names)}, headers)
 
 
 @contextlib.contextmanager

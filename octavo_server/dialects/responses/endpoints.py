@@ -8,7 +8,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from octavo.errors import InvalidParameter, Unavailable
-from octavo_server.dialects.chat_reply import chat_request, submission
+from octavo_server.dialects.chat_reply import Translated, chat_request, num_prompt_tokens, submission
 from octavo_server.dialects.openai.render import generate_bodies
 from octavo_server.dialects.responses.answer import ResponseAnswer, ResponseStream, begun
 from octavo_server.dialects.responses.background import BackgroundResponses
@@ -37,13 +37,7 @@ class PreviousResponseNotFound(InvalidParameter):
 
 async def _translate(body: ResponseBody, services: ModelServices, request: Request) -> Submission | Response:
     caller, headers = caller_of(request), request.state.headers
-    check(body)
-    services.check_model(body.model)
-    earlier = await _earlier(services.server, caller, body)
-    inputs = await _without_references(services.server, caller, input_items(body.input))
-    body.tools = with_added(body.tools, [*earlier, *inputs])
-    chat, names, left_out = translated(body, [*earlier, *inputs], len(earlier), services.takes_images)
-    services.report(request, left_out)
+    earlier, inputs, (chat, names, _) = await _conversation(body, services, request)
     if body.conversation_id is not None:
         inputs = new_items(inputs)
     model, is_parallel = services.answering_name(body.model), services.message_format.is_parallel
@@ -57,6 +51,28 @@ async def _translate(body: ResponseBody, services: ModelServices, request: Reque
     stored = partial(keep, services.server, caller, record)
     stream = partial(ResponseStream, keep=stored)
     return submission(services, chat, request, partial(ResponseAnswer, record), stream, names, keep=stored)
+
+
+async def _conversation(
+    body: ResponseBody, services: ModelServices, request: Request
+) -> tuple[list[Item], list[Item], Translated]:
+    """The items that the input follows, those of the input, and all as a chat completion. Raises ``RequestError``."""
+    check(body)
+    services.check_model(body.model)
+    caller = caller_of(request)
+    earlier = await _earlier(services.server, caller, body)
+    inputs = await _without_references(services.server, caller, input_items(body.input))
+    body.tools = with_added(body.tools, [*earlier, *inputs])
+    found = translated(body, [*earlier, *inputs], len(earlier), services.takes_images)
+    services.report(request, found.left_out)
+    return earlier, inputs, found
+
+
+async def count_tokens(request: Request) -> Response:
+    services, body, headers = await server_of(request).read(request, decoder, without_effect)
+    _, _, (chat, names, _) = await _conversation(body, services, request)
+    count = await num_prompt_tokens(services, chat, request, names)
+    return json_response({"object": "response.input_tokens", "input_tokens": count}, headers)
 
 
 async def render_response(request: Request) -> Response:
@@ -147,6 +163,7 @@ def _background(request: Request) -> BackgroundResponses:
 RESPONSE = Dialect(decoder, _translate, without_effect)
 ENDPOINTS = [
     RESPONSE.endpoint(PATH, "Answer a conversation, and keep the answer", "create_response"),
+    Endpoint("POST", PATH + "/input_tokens", count_tokens, "Count the tokens of a conversation", ResponseBody),
     Endpoint("POST", PATH + "/render", render_response, "A conversation as token ids to generate from", ResponseBody),
     Endpoint("GET", PATH + "/{response_id}", retrieve_response, "A response that was kept, whole or as a stream"),
     Endpoint("DELETE", PATH + "/{response_id}", delete_response, "Forget a response"),

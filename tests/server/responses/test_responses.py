@@ -105,6 +105,22 @@ def test_a_response_is_kept_followed_and_forgotten(server: Served) -> None:
     assert lost.value.code == "previous_response_not_found"
 
 
+def test_tokens_of_a_conversation_are_counted_as_they_are_answered(caller: Served) -> None:
+    api = client(caller)
+    asked: Any = {"model": "test", "input": "Hi", "instructions": "Be brief.", "tools": TOOLS}
+    first = api.responses.create(**asked, max_output_tokens=99)
+    assert first.usage is not None
+    for _ in range(2):  # nothing is kept
+        counted = api.responses.input_tokens.count(**asked)
+        assert (counted.object, counted.input_tokens) == ("response.input_tokens", first.usage.input_tokens)
+    following: Any = {"input": "And?", "previous_response_id": first.id, "tools": TOOLS}
+    second = api.responses.create(model="test", **following)
+    assert second.usage is not None
+    assert api.responses.input_tokens.count(**following).input_tokens == second.usage.input_tokens
+    with pytest.raises(openai.BadRequestError, match="no response"):
+        api.responses.input_tokens.count(input="And?", previous_response_id="resp_x")
+
+
 def test_a_response_with_store_false_is_not_stored(server: Served) -> None:
     answer = client(server).responses.create(model="test", input="Hi", max_output_tokens=3, store=False)
     assert server.client.get(f"/v1/responses/{answer.id}").status_code == 404
