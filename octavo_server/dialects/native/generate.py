@@ -1,4 +1,4 @@
-"""POST /v1/generate and POST /generate: minimal text completion."""
+"""POST /v1/generate and POST /generate: minimal text completion; the latter also in the forms of SGLang and TGI."""
 
 from __future__ import annotations
 
@@ -11,10 +11,13 @@ import msgspec
 from starlette.requests import Request
 
 from octavo.errors import ContextLengthExceeded, InvalidParameter, QueueFull
+from octavo_server.dialects.native.sglang import REFUSED, SglangFields, submission
+from octavo_server.dialects.native.tgi import Parameters, TGIBody, continuation
 from octavo_server.dialects.openai.completions import CompletionBody, client_request
 from octavo_server.dialects.openai.fields import sampling
 from octavo_server.generation import GeneratedChoice, Generation
 from octavo_server.http.body_decoder import BodyDecoder, MalformedJSON
+from octavo_server.http.errors import MissingParameter
 from octavo_server.pipeline import Answer, Dialect, Submission
 from octavo_server.services import ModelServices
 
@@ -33,11 +36,14 @@ class GenerateBody(msgspec.Struct, kw_only=True):
     return_token_ids: bool = False
 
 
-class PlainBody(msgspec.Struct, kw_only=True):
-    """The body of a request for at most ``max_tokens`` tokens."""
+class PlainBody(SglangFields, kw_only=True):
+    """The body of a request for at most ``max_tokens`` tokens, of one in SGLang's form, with ``text`` or ``input_ids``,
+    or of one in TGI's, with ``inputs``."""
 
-    prompt: str
-    max_tokens: int
+    prompt: str | None = None
+    max_tokens: int | None = None
+    inputs: str | None = None
+    parameters: Parameters = msgspec.field(default_factory=Parameters)
     temperature: float = 0.0
     timeout: float | None = None
     return_token_ids: bool = False
@@ -70,12 +76,31 @@ async def _exactly(body: GenerateBody, services: ModelServices, request: Request
     return _submission(completion, services, request, shown)
 
 
-async def _at_most(body: PlainBody, services: ModelServices, request: Request) -> Submission:
-    for field, is_bad in (("prompt", not body.prompt.strip()), ("max_tokens", body.max_tokens < 1)):
-        if is_bad:
-            raise BadValue(field, f"'{field}' must not be empty." if field == "prompt" else f"'{field}' is below 1.")
+async def _of_any_form(body: PlainBody, services: ModelServices, request: Request) -> Submission:
+    if body.prompt is not None:
+        return _at_most(body, body.prompt, services, request)
+    if body.inputs is not None:
+        asked = TGIBody(inputs=body.inputs, parameters=body.parameters, stream=body.stream)
+        return continuation(asked, services, request, is_list=False)
+    if body.text is not None or body.input_ids is not None:
+        return submission(body, services, request)
+    raise MissingParameter("prompt")
+
+
+def _of_other_forms(body: PlainBody, services: ModelServices) -> list[str]:
+    """Fields that a body with a prompt does not need."""
+    return [] if body.prompt is None else [name for name in _OTHERS if getattr(body, name) != getattr(_NOTHING, name)]
+
+
+def _at_most(body: PlainBody, prompt: str, services: ModelServices, request: Request) -> Submission:
+    if body.max_tokens is None:
+        raise MissingParameter("max_tokens")
+    if not prompt.strip():
+        raise BadValue("prompt", "'prompt' must not be empty.")
+    if body.max_tokens < 1:
+        raise BadValue("max_tokens", "'max_tokens' is below 1.")
     completion = CompletionBody(
-        prompt=body.prompt,
+        prompt=prompt,
         max_tokens=body.max_tokens,
         sampling=sampling(temperature=body.temperature),
         timeout=body.timeout,
@@ -86,8 +111,8 @@ async def _at_most(body: PlainBody, services: ModelServices, request: Request) -
         is_cut = choice.finish_reason == "length"
         return {
             "request_id": str(uuid.uuid4()),
-            "prompt": body.prompt,
-            "generated_text": body.prompt + choice.take().text,
+            "prompt": prompt,
+            "generated_text": prompt + choice.take().text,
             "token_count": choice.num_tokens,
             "stop_reason": f"Reached max_tokens limit of {body.max_tokens}." if is_cut else STOPPED,
             **choice.ids,
@@ -124,12 +149,15 @@ def _submission(
 _STATUSES: dict[Any, int] = {BadValue: 400, ContextLengthExceeded: 400, InvalidParameter: 422, MalformedJSON: 422}
 
 GENERATE = Dialect(BodyDecoder(GenerateBody), _exactly, statuses=_STATUSES)
-PLAIN = Dialect(BodyDecoder(PlainBody), _at_most, statuses={**_STATUSES, QueueFull: 503})
+_NOTHING = PlainBody()
+_OTHERS = (*SglangFields.__struct_fields__, "inputs", "parameters")
+_PLAIN_STATUSES = {**_STATUSES, QueueFull: 503}
+PLAIN = Dialect(BodyDecoder(PlainBody, REFUSED), _of_any_form, _of_other_forms, statuses=_PLAIN_STATUSES)
 ENDPOINTS = [
     GENERATE.endpoint(
         "/v1/generate",
         f"Continue a text of at most {MAX_PROMPT_CHARACTERS:,} characters by exactly 1 to {MAX_NEW_TOKENS} tokens",
         "generate",
     ),
-    PLAIN.endpoint("/generate", "Continue a text", "generate_plainly"),
+    PLAIN.endpoint("/generate", "Continue a text, also as SGLang and TGI do", "generate_plainly"),
 ]

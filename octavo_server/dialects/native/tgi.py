@@ -74,6 +74,11 @@ class TGIBody(msgspec.Struct, kw_only=True):
 
 
 async def _translate(body: TGIBody, services: ModelServices, request: Request) -> Submission:
+    return continuation(body, services, request)
+
+
+def continuation(body: TGIBody, services: ModelServices, request: Request, is_list: bool = True) -> Submission:
+    """The request; unstreamed its answer is an object, or a list of one if ``is_list``. Raises ``RequestError``."""
     tokenizer = services.need_tokenizer("inputs")
     submitted = client_request(_completion(body, services), services, request)
     image_text = services.admission.image_text
@@ -82,7 +87,7 @@ async def _translate(body: TGIBody, services: ModelServices, request: Request) -
         submitted = dataclasses.replace(submitted, prompts=[text], prompt_field="inputs")
     return Submission(
         request=submitted,
-        answer=lambda generation: TGIAnswer(body, tokenizer),
+        answer=lambda generation: TGIAnswer(body, tokenizer, is_list),
         is_streamed=body.stream,
         stream=TGIStream,
     )
@@ -161,21 +166,22 @@ def _constraint(grammar: dict[str, Any] | None) -> dict[str, Any]:
 class TGIAnswer(Answer):
     """Renders one choice, unstreamed or as events."""
 
-    def __init__(self, body: TGIBody, tokenizer: Tokenizer) -> None:
+    def __init__(self, body: TGIBody, tokenizer: Tokenizer, is_list: bool) -> None:
         self._body = body
+        self._is_list = is_list
         self._tokenizer = tokenizer
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._texts: list[str] = [body.inputs] if body.parameters.return_full_text and not body.stream else []
         self._num_events = 0
 
-    def unstreamed(self, choices: list[GeneratedChoice]) -> list[dict[str, Any]]:
+    def unstreamed(self, choices: list[GeneratedChoice]) -> object:
         """The answer, once its choice is finished."""
         (choice,) = choices
         update = choice.take()
         answer: dict[str, Any] = {"generated_text": "".join([*self._texts, update.text])}
         if self._body.parameters.details:
             answer["details"] = {**self._details(choice), "prefill": [], "tokens": self._tokens(update)}
-        return [answer]
+        return [answer] if self._is_list else answer
 
     def frames(self, choice: GeneratedChoice) -> bytes:
         """An event for each token; the last one has the whole text."""
