@@ -86,9 +86,7 @@ class SequenceAdmission:
         ends = self.match_if_it_fits(seq)
         if ends is None:
             return False
-        self.cache.start(seq, ends, may_share(seq), self.max_num_batched_tokens)
-        if self.images is not None:
-            self.images.hold(seq)
+        self.start(seq, ends)
         turn, before = (0, 0) if seq.first_scheduled else self.cache.sessions.note_found(seq)
         num_found, num_running = seq.num_computed_tokens, len(self.running)
         self.events.note(seq.id, "admitted", tokens=num_found, others=num_running, turn=turn, before=before)
@@ -98,6 +96,12 @@ class SequenceAdmission:
             self.stats.prefix_queries += seq.num_prompt_tokens
             self.stats.prefix_hits += seq.num_cached_tokens
         return True
+
+    def start(self, seq: Sequence, ends: list[Node]) -> None:
+        """Give ``seq``, which holds nothing, what ``match_if_it_fits`` found, and blocks and images for the rest."""
+        self.cache.start(seq, ends, may_share(seq), self.max_num_batched_tokens)
+        if self.images is not None:
+            self.images.hold(seq)
 
     def release(self, seq: Sequence) -> None:
         """Release what ``seq`` holds."""

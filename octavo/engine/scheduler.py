@@ -14,7 +14,7 @@ import msgspec
 
 from octavo.cache.kv_cache import KVCache
 from octavo.config import SchedulerSettings
-from octavo.engine.admission import SequenceAdmission, may_share
+from octavo.engine.admission import SequenceAdmission
 from octavo.engine.fault_isolation import FaultIsolation, divided
 from octavo.engine.policies import make_policy
 from octavo.engine.policies.policy import VICTIMS, PolicyContext
@@ -325,8 +325,13 @@ class Scheduler(SequenceAdmission):
             self.images.begin_step()
         group = self.suspects.next_group()
         self._start_again([item.seq for item in group if item.seq.state is not None and item.seq.state.is_lost])
-        parts = divided(group, self.max_num_batched_tokens)
-        plan = [self._take(seq, min(num_tokens, self.cache.room(seq))) for seq, num_tokens in parts]
+        plan: Plan = []
+        for seq, num_tokens in divided(group, self.max_num_batched_tokens):
+            num_tokens = min(num_tokens, self.cache.room(seq))
+            if seq.images is not None and self.images is not None:
+                num_tokens = self.images.end_of_chunk(seq, num_tokens)
+            if num_tokens > 0:
+                plan.append(self._take(seq, num_tokens))
         if plan:
             self.cache.note_filled(sum(len(item.tokens) for item in plan))
             self.suspects.begin(plan)
@@ -336,11 +341,11 @@ class Scheduler(SequenceAdmission):
         """Let sequences that have lost their states start again from what the prefix cache has, or else wait: others
         may hold the blocks that it had shared."""
         for seq in lost:
-            self.cache.release(seq)
+            self.release(seq)
         for seq in lost:
             ends = self.match_if_it_fits(seq, num_spare=0)
             if ends is not None:
-                self.cache.start(seq, ends, may_share(seq), self.max_num_batched_tokens)
+                self.start(seq, ends)
             elif self.yielding.pop(seq, None) is not None:
                 self.queue_again(seq, by=seq)
             else:
