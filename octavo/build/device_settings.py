@@ -39,10 +39,12 @@ def prepared_device(settings: ModelSettings) -> torch.device:
     """The device, with the number of CPU threads set; or with GPU kernels being loaded while the model is, and all
     memory free that is not in use."""
     device = resolve_device(settings.device)
+    num_threads = max(1, default_num_threads() // settings.num_ranks)
     if device.type == "cpu":
         os.environ.setdefault(HUGE_PAGES, "1")
-        _share_cores(max(1, default_num_threads() // settings.num_ranks))
+        _share_cores(num_threads)
     else:
+        torch.set_num_threads(num_threads)  # ranks that load weights at once would wait for each other's threads
         release_unused(device)
         backend_of(device.type).start_loading()
     return device

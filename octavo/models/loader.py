@@ -426,10 +426,14 @@ class WeightLoader:
             gate_up_bias = self._numbers(f"{gate_up_name}_bias", (X, 2 * F))[:, torch.from_numpy(order)]
             biases = [*gate_up_bias.chunk(2, dim=1), self._numbers(f"{down_name}_bias", (X, D))]
 
+        own = range(F) if self._has_whole_experts else self._shard.own_rows(gate_up_name, F, unit)
+        halves = [half[own.start : own.stop] for half in (order[:F], order[F:])]
+
         def gate_up(index: int) -> list[StoredWeight]:
             wholes = [quantized(name, stack[index], self.form) for name, stack in stacks.items()]
-            halves = wholes if len(ups) == 2 else [wholes[0].rows(half) for half in (order[:F], order[F:])]
-            return [self._of_expert(gate_up_name, half, 0, unit) for half in halves]
+            if len(ups) == 2:
+                return [self._of_expert(gate_up_name, whole, 0, unit) for whole in wholes]
+            return [wholes[0].rows(half) for half in halves]
 
         return self._mixture(
             shape,

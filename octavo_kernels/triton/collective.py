@@ -384,11 +384,14 @@ def _tell(
     addresses: tl.tensor, program: tl.tensor, number: tl.tensor, k: tl.tensor, RANK: tl.constexpr, SIZE: tl.constexpr,
     PROGRAMS: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Tell the same program of every other rank that this one has written its ``k``-th blocks."""
+    """Tell the same program of every other rank that this one has written its ``k``-th blocks: a thread for each rank,
+    so that they wait at once until what is written can be seen."""
+    ranks = tl.arange(0, triton.next_power_of_2(SIZE))
+    others = (ranks < SIZE) & (ranks != RANK)
+    buffers = tl.load(addresses + ranks, mask=others, other=0).to(tl.pointer_type(tl.int64))
     tl.debug_barrier()  # the release covers the writes of all threads
-    for d in tl.static_range(1, SIZE):
-        flag = _place(addresses, (RANK + d) % SIZE, 0, tl.int64) + RANK * PROGRAMS + program
-        tl.atomic_xchg(flag, (number << 32) + k, sem="release", scope="sys")
+    flags = buffers + (RANK * PROGRAMS + program)
+    tl.atomic_xchg(flags, tl.full(ranks.shape, 0, tl.int64) + ((number << 32) + k), others, sem="release", scope="sys")
 
 
 @triton.jit
@@ -397,13 +400,14 @@ def _wait(
     PROGRAMS: tl.constexpr, LONGEST_WAIT: tl.constexpr,
 ) -> None:  # fmt: skip
     """Wait until the same program of every other rank has written its ``k``-th blocks."""
-    flags = _place(addresses, RANK, 0, tl.int64) + program
-    for r in tl.static_range(SIZE):
-        if r != RANK:
-            seen = tl.atomic_add(flags + r * PROGRAMS, 0, sem="acquire", scope="sys")
-            polls = 0
-            while (seen < (number << 32) + k) & (polls < LONGEST_WAIT):
-                seen = tl.atomic_add(flags + r * PROGRAMS, 0, sem="acquire", scope="sys")
-                polls += 1
-            tl.device_assert(polls < LONGEST_WAIT, "a rank does not come")
+    ranks = tl.arange(0, triton.next_power_of_2(SIZE))
+    others = (ranks < SIZE) & (ranks != RANK)
+    flags = _place(addresses, RANK, 0, tl.int64) + (ranks * PROGRAMS + program)
+    none = tl.full(ranks.shape, 0, tl.int64)
+    polls, missing = 0, 1
+    while (missing > 0) & (polls < LONGEST_WAIT):
+        seen = tl.atomic_add(flags, none, others, sem="acquire", scope="sys")
+        missing = tl.sum(((seen < (number << 32) + k) & others).to(tl.int32))
+        polls += 1
+    tl.device_assert(polls < LONGEST_WAIT, "a rank does not come")
     tl.debug_barrier()

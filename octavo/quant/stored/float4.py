@@ -119,7 +119,8 @@ class Float4Stored(StoredWeight):
 
     def packed_groups(self, device: torch.device) -> PackedGroups | None:
         """For ``ops.grouped_linear``, on this device; ``None`` if its kernels do not take such groups."""
-        codes_NK = torch.stack((self.codes & 15, self.codes >> 4), dim=-1).flatten(1)
+        codes = self.codes.to(device)  # while two of them are a byte
+        codes_NK = torch.stack((codes & 15, codes >> 4), dim=-1).flatten(1)
         return pack_groups("e2m1", codes_NK, self.scales_NG, self.group, device)
 
     def _numbers(self) -> Iterator[Groups]:

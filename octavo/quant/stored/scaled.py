@@ -95,27 +95,28 @@ class ScaledStored(StoredWeight):
             return None if packed is None else GroupedWeight(packed, form.dtype)
         if not has_kernel or (form.kernel_device != "cpu" and not is_rounding):
             return None
-        if (width < K and width % LANES) or self._has_nan():
+        if (width < K and width % LANES) or _has_nan(self.values_NK.view(torch.uint8)):
             return None
         values_NK = self.values_NK.view(torch.uint8).to(form.device).contiguous().view(torch.float8_e4m3fn)
         return ScaledWeight(ScaledValues(values_NK, self._by_row().scales.to(form.device), min(width, K)), form.dtype)
 
     def packed_groups(self, device: torch.device) -> PackedGroups | None:
         """For ``ops.grouped_linear``, on this device; ``None`` if its kernels do not take such blocks or numbers."""
-        if self._has_nan():
+        codes_NK = self.values_NK.view(torch.uint8).to(device)  # a GPU looks through them in no time
+        if _has_nan(codes_NK):
             return None
-        return pack_groups("e4m3", self.values_NK.view(torch.uint8), self._by_row().scales, self.block[1], device)
-
-    def _has_nan(self) -> bool:
-        codes_NK = self.values_NK.view(torch.uint8)
-        return not codes_NK.is_meta and any(
-            bool(((codes_NK[rows] & 0x7F) == 0x7F).any()) for rows in row_slices(self.shape)
-        )
+        return pack_groups("e4m3", codes_NK, self._by_row().scales, self.block[1], device)
 
     def _by_row(self) -> ScaledStored:
         """The same matrix with separate scales for each row."""
         rows_N = torch.arange(self.shape[0], device=self.scales.device) // self.block[0]
         return replace(self, scales=self.scales[rows_N], block=(1, self.block[1]))
+
+
+def _has_nan(codes_NK: Tensor) -> bool:
+    """Whether one of the bits of e4m3 numbers is no number; not on the "meta" device."""
+    parts = () if codes_NK.is_meta else row_slices((codes_NK.shape[0], codes_NK.shape[1]))
+    return any(bool(((codes_NK[rows] & 0x7F) == 0x7F).any()) for rows in parts)
 
 
 def has_scaled_kernel(form: WeightFormat) -> bool:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from octavo.errors import CheckpointError
-from octavo.quant.stored.stored_weight import StoredWeight
+from octavo.quant.stored.stored_weight import StoredWeight, shard_range
 
 
 class Section(NamedTuple):
@@ -31,6 +31,13 @@ class Shard(NamedTuple):
             return stored
         try:
             return stored.shard(dim, *self, unit)
+        except CheckpointError as error:
+            raise CheckpointError(f"{name}: {error}") from None
+
+    def own_rows(self, name: str, count: int, unit: int) -> range:
+        """Which of so many rows ``part`` takes."""
+        try:
+            return shard_range((count, 1), 0, *self, unit=unit)
         except CheckpointError as error:
             raise CheckpointError(f"{name}: {error}") from None
 
