@@ -18,7 +18,7 @@ from octavo import ops
 from octavo.layers.linear import Linear
 from octavo.ops.dispatch import REFERENCE
 from octavo.ops.grouped_linear import PackedGroups
-from octavo.ops.moe import ExpertActivation, Experts, GroupedExperts, join_experts, sum_over_experts
+from octavo.ops.moe import ExpertActivation, Experts, GroupedExperts, join_experts
 from octavo.quant.stored.packed import GroupedWeight, packs_groups
 from octavo.quant.stored.stored_weight import (
     StoredWeight,
@@ -83,9 +83,14 @@ class PackedMixture:
         return bytes_by_format(weight for expert in self.experts for linear in expert for weight in linear.weights)
 
     def __call__(self, x_TD: Tensor, ids_TS: Tensor, shares_TS: Tensor, residual_TD: Tensor | None = None) -> Tensor:
-        return sum_over_experts(x_TD, ids_TS, shares_TS, len(self.experts), self._expert, residual_TD)
+        return ops.sum_over_experts(x_TD, ids_TS, shares_TS, self, residual_TD)
 
-    def _expert(self, index: int, x_RD: Tensor) -> Tensor:
+    @property
+    def num_experts(self) -> int:
+        return len(self.experts)
+
+    def expert(self, index: int, x_RD: Tensor) -> Tensor:
+        """See ``SeparateExperts``."""
         gate_up, down = self.experts[index]
         if isinstance(self.activation, str):
             return down(gate_up(x_RD, activation=self.activation))

@@ -25,7 +25,7 @@ def relu(x_TF: Tensor) -> Tensor:
 
 def squared_relu(x_TF: Tensor) -> Tensor:
     """``max(x, 0)`` squared (arXiv 2109.08668)."""
-    return x_TF.relu_().square_()
+    return ops.squared_relu(x_TF)
 
 
 def gelu(x_TF: Tensor) -> Tensor:

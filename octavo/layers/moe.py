@@ -15,7 +15,6 @@ from octavo.layers.experts import Mixture
 from octavo.layers.linear import Linear
 from octavo.layers.norm import Norm, RMSNorm
 from octavo.ops.collective import SINGLE_RANK, Collective
-from octavo.ops.elementwise import sigmoid
 from octavo.ops.linear import Activation
 from octavo.ops.moe import CappedSwish, Routing
 
@@ -56,7 +55,7 @@ class ExpertRouter:
             return self.select(x_TD)
         found = self.select(x_TD, None if routes.given_LTS is None else routes.given_LTS[self._layer])
         if routes.kept is not None:
-            routes.kept[self._layer] = found[1]
+            routes.kept[self._layer] = found[1].clone()  # which no recorded step repeats: each must keep its own
         return found
 
     def select(self, x_TD: Tensor, given_TS: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
@@ -92,9 +91,8 @@ class SharedExpert:
             gated_TF = self.activation(self.gate_up(x_TD))
         if self.share is None and self.scale == 1.0:
             return self.down(gated_TF, residual=residual_TD)
-        if self.share is None:
-            return residual_TD.add_(self.down(gated_TF), alpha=self.scale)
-        return residual_TD.add_(self.down(gated_TF).mul_(sigmoid(self.share(x_TD))))
+        share = self.scale if self.share is None else self.share(x_TD)
+        return ops.add_shared(self.down(gated_TF), share, residual_TD)
 
 
 class MoE:
@@ -124,7 +122,7 @@ class MoE:
             return self.after(self.collective.all_reduce(self._sum(h_TD, ids_TS, shares_TS, None)), x_TD)
         own_TD = x_TD if self.collective.size == 1 else None  # of several ranks, the sum over them takes it along
         if h_TD is x_TD and own_TD is not None:  # without a norm, which experts must not overwrite
-            own_TD = x_TD.clone()
+            own_TD = ops.concat(x_TD)
         y_TD = self._sum(h_TD, ids_TS, shares_TS, own_TD)
         return y_TD if own_TD is not None else self.collective.all_reduce(y_TD, residual_TD=x_TD)
 

@@ -1,6 +1,15 @@
 """Operations on tensors: one file each, holding the contract and its plain-torch reference; see ``dispatch``."""
 
-from octavo.ops.activation import gelu, gelu_and_mul, scaled, sigmoid_and_mul, silu_and_mul
+from octavo.ops.activation import (
+    add_shared,
+    clamped_swish,
+    gelu,
+    gelu_and_mul,
+    scaled,
+    sigmoid_and_mul,
+    silu_and_mul,
+    squared_relu,
+)
 from octavo.ops.attention import (
     apply_rope,
     attention,
@@ -22,7 +31,7 @@ from octavo.ops.grouped_linear import grouped_linear, grouped_output_mlp
 from octavo.ops.latent_attention import latent_attention, store_latents
 from octavo.ops.linear import concat, encoder_linear, head_linear, linear, lora, put_columns, stacked_lora
 from octavo.ops.linear_attention import linear_attention
-from octavo.ops.moe import grouped_moe, keep_routes, local_expert_ids, moe, route
+from octavo.ops.moe import grouped_moe, keep_routes, local_expert_ids, moe, route, sum_over_experts
 from octavo.ops.norms import layer_norm, rms_norm
 from octavo.ops.partial_attention import merge_parts, partial_attention, partial_latent_attention
 from octavo.ops.sampling import adjust_logits, processed_logits, sample, token_logprobs

@@ -56,6 +56,39 @@ def sigmoid_and_mul(gate_TN: Tensor, x_TN: Tensor) -> Tensor:
     return (elementwise.sigmoid(gate_TN.to(wide)) * x_TN.to(wide)).to(x_TN.dtype)
 
 
+# ---- add_shared: What a shared expert adds (as Qwen1.5-MoE has it). Shapes: T tokens, N columns.
+
+
+@op
+def add_shared(x_TN: Tensor, share: float | Tensor, residual_TN: Tensor) -> Tensor:
+    """``residual + share * x``, or with a tensor [T, 1] ``residual + sigmoid(share) * x``; x and the residual may be
+    overwritten."""
+    if isinstance(share, Tensor):
+        return residual_TN.add_(x_TN.mul_(elementwise.sigmoid(share)))
+    return residual_TN.add_(x_TN, alpha=share)
+
+
+# ---- squared_relu: The activation of experts without gates (arXiv 2109.08668). Shapes: T tokens, F ffn.
+
+
+@op
+def squared_relu(x_TF: Tensor) -> Tensor:
+    """``max(x, 0)`` squared; x may be overwritten."""
+    return x_TF.relu_().square_()
+
+
+# ---- clamped_swish: The gate of gpt-oss. Shapes: T tokens, F ffn.
+
+
+@op
+def clamped_swish(gate_up_T2F: Tensor, alpha: float, limit: float) -> Tensor:
+    """``min(gate, limit) * sigmoid(alpha * gate) * (up + 1)`` of rows that hold F gates, then F ups, gates of at most
+    ``limit`` and ups within ``limit`` of zero; in float32 at least; a new tensor [T, F]."""
+    gate, up = gate_up_T2F.to(torch.promote_types(gate_up_T2F.dtype, torch.float32)).chunk(2, dim=-1)
+    gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    return (gate * elementwise.sigmoid(alpha * gate) * (up + 1)).to(gate_up_T2F.dtype)
+
+
 # ---- scaled: Factors of a model, such as that of its embeddings. Shapes: T tokens, N columns.
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Literal, NamedTuple
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
+from octavo.ops.activation import clamped_swish, squared_relu
 from octavo.ops.dispatch import op, op_of_ids
 from octavo.ops.elementwise import sigmoid
 from octavo.ops.grouped_linear import TILE, PackedGroups
@@ -109,16 +110,13 @@ def _without_other_groups(worth_TX: Tensor, routing: Routing) -> Tensor:
 
 
 class ClampedSwish(NamedTuple):
-    """The gate of gpt-oss: ``min(gate, limit) * sigmoid(alpha * gate) * (up + 1)``, ups within ``limit`` of zero."""
+    """See ``ops.clamped_swish``."""
 
     alpha: float
     limit: float
 
     def __call__(self, gate_up: Tensor) -> Tensor:
-        wide = gate_up.to(torch.promote_types(gate_up.dtype, torch.float32))
-        gate, up = wide.chunk(2, dim=-1)
-        gate, up = gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)
-        return (gate * sigmoid(self.alpha * gate) * (up + 1)).to(gate_up.dtype)
+        return clamped_swish(gate_up, self.alpha, self.limit)
 
 
 class CappedSwish(NamedTuple):
@@ -134,11 +132,10 @@ class CappedSwish(NamedTuple):
 
 
 class SquaredReLU(NamedTuple):
-    """The square of ReLU (arXiv 2109.08668), of experts without gates."""
+    """See ``ops.squared_relu``; of experts without gates."""
 
     def __call__(self, up: Tensor) -> Tensor:
-        wide: Tensor = up.to(torch.promote_types(up.dtype, torch.float32))
-        return wide.relu().square().to(up.dtype)
+        return squared_relu(up)
 
 
 ExpertActivation = Activation | ClampedSwish | CappedSwish | SquaredReLU
@@ -149,7 +146,19 @@ def has_gates(activation: ExpertActivation) -> bool:
     return not isinstance(activation, SquaredReLU)
 
 
-class Experts(NamedTuple):
+class SeparateExperts(Protocol):
+    """All experts of a layer, each of which can be computed by itself. Their weights stay where they are."""
+
+    @property
+    def num_experts(self) -> int: ...
+
+    def expert(self, index: int, x_RD: Tensor) -> Tensor:
+        """An expert's result [R, D] for some rows; a new tensor."""
+        ...
+
+
+@dataclass(frozen=True, eq=False)
+class Experts:
     """The weights of all experts of a layer, dense and of one dtype."""
 
     gate_up: Tensor
@@ -164,6 +173,15 @@ class Experts(NamedTuple):
     num_routed: int = 0
     """Experts among which tokens choose, where these are some of them; 0: there are no others."""
 
+    @property
+    def num_experts(self) -> int:
+        return len(self.gate_up)
+
+    def expert(self, index: int, x_RD: Tensor) -> Tensor:
+        """See ``SeparateExperts``."""
+        biases = (None if bias is None else bias[index] for bias in (self.gate_up_bias, self.down_bias))
+        return _expert(x_RD, self.gate_up[index], self.down[index], self.activation, *biases)
+
 
 @op
 def moe(x_TD: Tensor, ids_TS: Tensor, shares_TS: Tensor, experts: Experts, residual_TD: Tensor | None = None) -> Tensor:
@@ -175,41 +193,41 @@ def moe(x_TD: Tensor, ids_TS: Tensor, shares_TS: Tensor, experts: Experts, resid
     together; a row is summed in float32 at least, in an order that does not depend on the other rows. The result has
     x's dtype; ``residual``, which shares no memory with x, may be overwritten and returned.
     """
-    return sum_over_experts(
-        x_TD, ids_TS, shares_TS, len(experts.gate_up), lambda i, rows: _expert(rows, i, experts), residual_TD
-    )
+    return sum_over_experts(x_TD, ids_TS, shares_TS, experts, residual_TD)
 
 
+@op
 def sum_over_experts(
-    x_TD: Tensor,
-    ids_TS: Tensor,
-    shares_TS: Tensor,
-    count: int,
-    expert: Callable[[int, Tensor], Tensor],
-    residual_TD: Tensor | None = None,
+    x_TD: Tensor, ids_TS: Tensor, shares_TS: Tensor, experts: SeparateExperts, residual_TD: Tensor | None = None
 ) -> Tensor:
-    """``moe`` for ``count`` experts of any kind: ``expert(i, rows)`` is expert i's result for rows [R, D]."""
+    """``moe`` for experts of any kind; a row is summed in the order of its experts' numbers."""
     S = ids_TS.shape[1]
     order = ids_TS.flatten().argsort(stable=True)
-    counts = torch.bincount(ids_TS.flatten() + 1, minlength=count + 1).tolist()
+    counts = torch.bincount(ids_TS.flatten() + 1, minlength=experts.num_experts + 1).tolist()
     wide = torch.promote_types(x_TD.dtype, torch.float32)
     sum_TD = torch.zeros(x_TD.shape, dtype=wide, device=x_TD.device)
     shares = shares_TS.flatten().to(wide)
     for i, places in enumerate(torch.split(order, counts), -1):
         if i >= 0 and len(places):
             tokens = places // S
-            rows = expert(i, x_TD[tokens]).to(wide)
+            rows = experts.expert(i, x_TD[tokens]).to(wide)
             sum_TD.index_add_(0, tokens, rows * shares[places].unsqueeze(1))
     return sum_TD.to(x_TD.dtype) if residual_TD is None else residual_TD.add_(sum_TD)
 
 
-def _expert(x_RD: Tensor, index: int, experts: Experts) -> Tensor:
-    up_bias, down_bias = (None if b is None else b[index] for b in (experts.gate_up_bias, experts.down_bias))
-    if isinstance(experts.activation, str):
-        gated_RF = linear(x_RD, experts.gate_up[index], Fused(up_bias, activation=experts.activation))
+def _expert(
+    x_RD: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    activation: ExpertActivation,
+    up_bias: Tensor | None,
+    down_bias: Tensor | None,
+) -> Tensor:
+    if isinstance(activation, str):
+        gated_RF = linear(x_RD, gate_up, Fused(up_bias, activation=activation))
     else:
-        gated_RF = experts.activation(linear(x_RD, experts.gate_up[index], Fused(up_bias)))
-    return linear(gated_RF, experts.down[index], Fused(down_bias))
+        gated_RF = activation(linear(x_RD, gate_up, Fused(up_bias)))
+    return linear(gated_RF, down, Fused(down_bias))
 
 
 # ---- grouped_moe: Mixture of experts whose weights are packed groups. Shapes: T tokens, D model, X experts, S chosen
@@ -231,6 +249,12 @@ class GroupedExperts(NamedTuple):
     """[X, D]"""
     num_routed: int = 0
     """See ``Experts``."""
+
+    def expert(self, index: int, x_RD: Tensor) -> Tensor:
+        """See ``SeparateExperts``; it unpacks the weights."""
+        gate_up, down = (_own(packed, index, self.num_experts, x_RD) for packed in (self.gate_up, self.down))
+        biases = (None if bias is None else bias[index] for bias in (self.gate_up_bias, self.down_bias))
+        return _expert(x_RD, gate_up, down, self.activation, *biases)
 
 
 def join_experts(parts: list[PackedGroups]) -> PackedGroups | None:
@@ -260,17 +284,7 @@ def grouped_moe(
     x_TD: Tensor, ids_TS: Tensor, shares_TS: Tensor, experts: GroupedExperts, residual_TD: Tensor | None = None
 ) -> Tensor:
     """``ops.moe`` with weights as in ``ops.grouped_linear``."""
-
-    def expert(index: int, x_RD: Tensor) -> Tensor:
-        gate_up, down = (_own(packed, index, experts.num_experts, x_RD) for packed in (experts.gate_up, experts.down))
-        up_bias, down_bias = (None if b is None else b[index] for b in (experts.gate_up_bias, experts.down_bias))
-        if isinstance(experts.activation, str):
-            gated_RF = linear(x_RD, gate_up, Fused(up_bias, activation=experts.activation))
-        else:
-            gated_RF = experts.activation(linear(x_RD, gate_up, Fused(up_bias)))
-        return linear(gated_RF, down, Fused(down_bias))
-
-    return sum_over_experts(x_TD, ids_TS, shares_TS, experts.num_experts, expert, residual_TD)
+    return sum_over_experts.reference(x_TD, ids_TS, shares_TS, experts, residual_TD)
 
 
 def _own(packed: PackedGroups, index: int, count: int, like: Tensor) -> Tensor:

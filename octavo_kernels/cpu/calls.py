@@ -16,6 +16,7 @@ import math
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import numpy as np
@@ -56,6 +57,8 @@ def call(driver: int, kind: np.dtype[np.void], values: tuple[float, ...], error:
     arguments[0] = values
     if (current := _CURRENT.recording) is not None:
         current.add(driver, arguments, error)
+        if current.is_plan:
+            return
     if _call(driver, pool_address(), arguments.ctypes.data):
         raise IndexError(error)
 
@@ -88,38 +91,52 @@ class Arena:
 class CallRecording:
     """Kernel calls, in order."""
 
-    def __init__(self) -> None:
+    def __init__(self, is_plan: bool = False) -> None:
+        self.is_plan = is_plan
+        """Whether the calls are recorded alone, and not made."""
         self.foreign: set[str] = set()
         """Operations of torch that cannot be replayed; the recording is unusable if there are any."""
-        self._records: list[tuple[int, Arguments, str]] = []
+        self.records: list[tuple[int, Arguments, str]] = []
         self._calls: Arguments = np.zeros(0, CALL)
 
     def add(self, driver: int, arguments: Arguments, error: str) -> None:
         """Record a call."""
-        self._records.append((driver, arguments, error))
+        self.records.append((driver, arguments, error))
 
     def close(self) -> None:
         """Finish the recording; no further calls are added."""
-        self._calls = np.array([(driver, record.ctypes.data) for driver, record, _ in self._records], CALL)
+        self._calls = np.array([(driver, record.ctypes.data) for driver, record, _ in self.records], CALL)
 
     def repeat(self) -> None:
         """Replay all calls; raises the error of the first that fails."""
         failed = _call_all(self._calls.ctypes.data, len(self._calls), pool_address())
         if failed >= 0:
-            raise IndexError(self._records[failed][2])
+            raise IndexError(self.records[failed][2])
 
 
 @contextlib.contextmanager
 def recording(arena: Arena) -> Iterator[CallRecording]:
     """Within this block calls are executed and recorded, and ``torch.empty`` allocates from ``arena``."""
     assert _CURRENT.recording is None, "one recording at a time"
-    made = _CURRENT.recording = CallRecording()
+    with _recording(CallRecording(), arena) as made:
+        yield made
+    made.close()
+
+
+def planning(arena: Arena) -> AbstractContextManager[CallRecording]:
+    """Within this block calls are recorded without being made, for a driver that makes them with other rows. It may be
+    within ``recording``, which does not see them."""
+    return _recording(CallRecording(is_plan=True), arena)
+
+
+@contextlib.contextmanager
+def _recording(made: CallRecording, arena: Arena) -> Iterator[CallRecording]:
+    before, _CURRENT.recording = _CURRENT.recording, made
     try:
         with _Watch(made, arena):
             yield made
     finally:
-        _CURRENT.recording = None
-    made.close()
+        _CURRENT.recording = before
 
 
 _Mode: Any = TorchDispatchMode  # torch has no types for it

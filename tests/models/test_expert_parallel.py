@@ -220,7 +220,9 @@ def test_experts_in_several_forms_are_not_moved(checkpoint: Checkpoint) -> None:
     def work(collective: Collective) -> None:
         mixtures = load(checkpoint, dataclasses.replace(DENSE, packs=True), collective).mixtures
         if collective.rank:
-            mixtures[0].own.experts = mixtures[0].own.experts._replace(gate_up_bias=torch.zeros(3, 1))  # type: ignore
+            mixtures[0].own.experts = dataclasses.replace(  # type: ignore
+                mixtures[0].own.experts, gate_up_bias=torch.zeros(3, 1)
+            )
         ExpertMoves(mixtures).check()
 
     for error in together(2, work):

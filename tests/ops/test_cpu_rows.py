@@ -75,6 +75,37 @@ def test_scaled_columns(shape: tuple[int, int], dtype: torch.dtype) -> None:
         assert_close(sums, x.double() * factor + addend.double())
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(1, 2), (3, 14), (70, 640), (0, 32)])
+def test_what_shared_experts_add(shape: tuple[int, int], dtype: torch.dtype) -> None:
+    x, residual = torch.randn(shape).to(dtype), torch.randn(shape).to(dtype)
+    gate = (torch.randn(shape[0], 1) * 30).to(dtype)
+    for share, factor in ((0.3, 0.3), (gate, 1 / (1 + torch.exp(-gate.double())))):
+        found = ops.add_shared(x.clone(), share, residual.clone())
+        assert found.dtype == dtype
+        assert_close(found, x.double() * factor + residual.double())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(1, 2), (3, 14), (5, 3072), (0, 32)])
+def test_activations_of_experts(shape: tuple[int, int], dtype: torch.dtype) -> None:
+    x = (torch.randn(shape) * 4).to(dtype)
+    gate, up = x.double().chunk(2, dim=-1)
+    gate, up = gate.clamp(max=3.0), up.clamp(-3.0, 3.0)
+    found = ops.clamped_swish(x, 1.7, 3.0)
+    assert found.dtype == dtype
+    assert_close(found, gate / (1 + torch.exp(-1.7 * gate)) * (up + 1))
+    squares = ops.squared_relu(x.clone())
+    assert squares.dtype == dtype
+    assert_close(squares, x.double().clamp(min=0) ** 2)
+
+
+def test_activations_of_experts_keep_what_is_no_number() -> None:
+    x = torch.tensor([[float("nan"), float("inf"), 1.0, float("nan")]])
+    assert ops.clamped_swish(x, 1.7, 3.0).isnan().all()
+    assert ops.squared_relu(x.clone()).isnan().tolist() == x.isnan().tolist()
+
+
 def test_silu_over_the_whole_range() -> None:
     gate = torch.cat([torch.linspace(-200, 200, 4001), torch.tensor([float("inf"), float("nan"), 1e38, -1e38])])
     found = ops.silu_and_mul(torch.cat([gate, torch.ones_like(gate)])[None])[0]

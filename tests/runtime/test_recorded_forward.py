@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import itertools
+import logging
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
+from octavo import LLM, SamplingParams
 from octavo.models.layer_cache import kv_groups
 from octavo.models.registry import load_model, read_config
 from octavo.ops.attention import GroupRows, PagedRows
@@ -22,7 +24,9 @@ from octavo.runtime.executors.recorded_forward import RecordedCall, RecordedForw
 from octavo.runtime.kv_storage import KVStorage
 from octavo_kernels.cpu.backend import BACKEND
 from tests.models.checkpoints import FolderSource, make_checkpoint
+from tests.models.families import make_checkpoint as make_family
 from tests.ops.cpu_cases import needs_float_kernels
+from tests.tiers import nightly_after
 
 pytestmark = needs_float_kernels
 CPU = torch.device("cpu")
@@ -190,3 +194,35 @@ def test_logits_with_other_operations_are_never_recorded(pair: Pair) -> None:
             x_RD.normal_(generator=torch.Generator().manual_seed(turn))
             assert torch.equal(logits(x_RD), pair.model.logits(x_RD).tanh())
     assert logits._made is None
+
+
+WIDTHS = {"moe_intermediate_size": 32, "intermediate_size": 64}
+"""Multiples of 16: other widths are padded, which is not recorded."""
+MIXTURES: dict[str, dict[str, Any]] = {
+    "qwen3_moe/normalised": WIDTHS,
+    "qwen3_5_moe/experts": WIDTHS | {"shared_expert_intermediate_size": 32},
+    "lfm2_moe/experts": WIDTHS,
+    "granitemoehybrid/experts": {"intermediate_size": 32, "shared_intermediate_size": 32},
+    "gpt_oss/sinks": {"intermediate_size": 32},
+    "nemotron_h/experts": WIDTHS | {"moe_shared_expert_intermediate_size": 32},
+}
+
+
+@pytest.mark.parametrize("row", nightly_after(1, list(MIXTURES)))
+def test_steps_of_mixtures_are_recorded(tmp_path: Path, row: str, caplog: pytest.LogCaptureFixture) -> None:
+    """With the tokens of unrecorded steps, and of each sequence alone."""
+    make_family(tmp_path, row, **MIXTURES[row])
+    greedy = SamplingParams(max_tokens=6, ignore_eos=True, temperature=0.0, logprobs=0)
+    prompts: list[Any] = [{"prompt_token_ids": list(range(5 + 3 * i, 9 + 7 * i))} for i in range(3)]
+    found = []
+    for is_eager in (False, True):
+        with (
+            caplog.at_level(logging.INFO),
+            LLM(model=str(tmp_path), device="cpu", max_num_seqs=4, kv_cache_memory=0.02, enforce_eager=is_eager) as llm,
+        ):
+            for batch in (prompts, prompts[1:2]):
+                found += [output.outputs[0] for output in llm.generate(batch, greedy)]
+    assert not [record for record in caplog.records if "not recorded" in record.getMessage()]
+    answers = [(list(answer.token_ids), answer.logprobs) for answer in found]
+    assert answers[:4] == answers[4:]
+    assert answers[1] == answers[3]

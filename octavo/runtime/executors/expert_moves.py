@@ -98,7 +98,7 @@ def _slot_parts(mixture: ParallelMixture, slot: int) -> list[Any]:
     if isinstance(own, GroupedMixture):
         return list(_grouped_parts(own.experts, slot))
     assert isinstance(own, DenseMixture)
-    return [part[slot] for part in own.experts if isinstance(part, Tensor)]
+    return [part[slot] for part in vars(own.experts).values() if isinstance(part, Tensor)]
 
 
 def _grouped_parts(experts: GroupedExperts, slot: int) -> Iterator[Any]:

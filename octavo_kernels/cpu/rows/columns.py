@@ -6,12 +6,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from octavo.ops.activation import scaled, sigmoid_and_mul
+from octavo.ops.activation import add_shared, scaled, sigmoid_and_mul
 from octavo.ops.linear import concat, put_columns
 from octavo_kernels.cpu.calls import call, task_driver
 from octavo_kernels.cpu.compiled import driver, rarely_used, task
 from octavo_kernels.cpu.memory import fields, read, view
-from octavo_kernels.cpu.tensors import declines_floats, rows_at
+from octavo_kernels.cpu.tensors import address, declines_floats, rows_at
 
 # ---- put_columns: ``put_columns`` in float32, as a call that can be recorded.
 
@@ -66,22 +66,33 @@ def concat_numba(first_TM: Tensor, *others: Tensor) -> Tensor:
     return out_TN
 
 
-# ---- sigmoid_and_mul: ``sigmoid_and_mul`` in float32, as a call that can be recorded.
+# ---- sigmoid_and_mul, add_shared: in float32, as calls that can be recorded.
 
 
-GATE = fields("gate stride x out T N")
+GATE = fields("gate stride is_column x addend out T N")
+"""The gate may be a column, and there may be nothing to add."""
 
 
 @rarely_used
 @driver
 def _gate_driver(pool: int, arguments: int) -> int:
     a = read(arguments, GATE)
+    one = np.float32(1)
     for t in range(a.T):
-        gate = view(a.gate + t * a.stride, a.N, np.float32)
+        gate = view(a.gate + t * a.stride, 1 if a.is_column else a.N, np.float32)
         x = view(a.x + 4 * t * a.N, a.N, np.float32)
         out = view(a.out + 4 * t * a.N, a.N, np.float32)
-        for i in range(a.N):
-            out[i] = x[i] / (np.float32(1) + np.exp(-gate[i]))
+        if a.is_column:
+            share = one / (one + np.exp(-gate[0]))
+            for i in range(a.N):
+                out[i] = x[i] * share
+        else:
+            for i in range(a.N):
+                out[i] = x[i] / (one + np.exp(-gate[i]))
+        if a.addend:
+            addend = view(a.addend + 4 * t * a.N, a.N, np.float32)
+            for i in range(a.N):
+                out[i] += addend[i]
     return 0
 
 
@@ -89,12 +100,25 @@ def _gate_driver(pool: int, arguments: int) -> int:
 def sigmoid_and_mul_numba(gate_TN: Tensor, x_TN: Tensor) -> Tensor:
     """See ``ops.sigmoid_and_mul``."""
     gate_TN = gate_TN if gate_TN.stride(1) == 1 else gate_TN.contiguous()
-    x_TN = x_TN.contiguous()
     assert gate_TN.shape == x_TN.shape, f"a gate for {list(gate_TN.shape)}, x is {list(x_TN.shape)}"
-    assert gate_TN.dtype == torch.float32, f"the gate is {gate_TN.dtype}, x float32"
-    T, N = x_TN.shape
-    out_TN = torch.empty(T, N)
-    call(_gate_driver(), GATE, (*rows_at(gate_TN), x_TN.data_ptr(), out_TN.data_ptr(), T, N))
+    return _gated(gate_TN, 0, x_TN.contiguous(), None)
+
+
+@add_shared.kernel(device="cpu", name="numba", preference=10, supports=declines)
+def add_shared_numba(x_TN: Tensor, share: float | Tensor, residual_TN: Tensor) -> Tensor:
+    """See ``ops.add_shared``."""
+    if not isinstance(share, Tensor):
+        return scaled_numba(x_TN, share, residual_TN)
+    assert share.shape == (len(x_TN), 1), f"shares for {list(share.shape)}, x is {list(x_TN.shape)}"
+    assert residual_TN.shape == x_TN.shape, f"the residual is {list(residual_TN.shape)}, x {list(x_TN.shape)}"
+    return _gated(share.contiguous(), 1, x_TN.contiguous(), residual_TN.contiguous())
+
+
+def _gated(gate: Tensor, is_column: int, x_TN: Tensor, addend_TN: Tensor | None) -> Tensor:
+    assert gate.dtype == torch.float32, f"the gate is {gate.dtype}, x float32"
+    out_TN = torch.empty(x_TN.shape)
+    places = *rows_at(gate), is_column, x_TN.data_ptr(), address(addend_TN), out_TN.data_ptr()
+    call(_gate_driver(), GATE, (*places, *x_TN.shape))
     return out_TN
 
 

@@ -1,0 +1,254 @@
+"""``sum_over_experts``: one call, in which a driver makes the calls of the chosen experts.
+
+Which experts are chosen, and for how many rows, is known only while a step runs. So the calls of every expert are
+planned once, for ROWS rows in buffers that do not exist: a *plan*, which all steps share. The driver lends the memory,
+copies an expert's records, writes the number of rows and the buffers' addresses into them, and makes the calls.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from octavo.ops.dispatch import is_wrapped
+from octavo.ops.moe import SeparateExperts, sum_over_experts
+from octavo_kernels.cpu.calls import Arena, Arguments, call, planning
+from octavo_kernels.cpu.compiled import driver, inlined, task
+from octavo_kernels.cpu.memory import call_driver, fields, keep, read, view, whole_lines
+from octavo_kernels.cpu.rows.columns import declines
+from octavo_kernels.cpu.tensors import address
+from octavo_kernels.cpu.threads import run
+
+ROWS = 256
+"""Most rows of an expert that are computed at once."""
+NUMBERS_A_PIECE = 8192
+LINE = 64
+
+EXPERT = fields("first end found")
+"""An expert's calls, and where in the lent memory its result is; its input is at the beginning."""
+CALL = fields("driver first size rows first_move end_move")
+"""A call's words; which of these is the number of rows; and those that are addresses within the lent memory."""
+ARGUMENTS = fields(
+    "x ids shares residual out T D S X experts calls num_calls words num_words moves num_moves memory most_words "
+    "gather add finish sums room order begin count found"
+)
+"""The last six are set by the driver: sums [T, D]; the lent memory; places [T S] in the order of their experts; and of
+the expert at hand, the first of its places, their number, and the address of its result."""
+
+
+@task
+def _gather_task(arguments: int, begin: int, end: int) -> None:
+    """Task over an expert's rows: copy them to its input."""
+    a = read(arguments, ARGUMENTS)
+    order = view(a.order, a.T * a.S, np.int64)
+    for r in range(begin, end):
+        x, out = a.x + 4 * a.D * (order[a.begin + r] // a.S), a.room + 4 * a.D * r
+        view(out, a.D, np.float32)[:] = view(x, a.D, np.float32)
+
+
+@task
+def _add_task(arguments: int, begin: int, end: int) -> None:
+    """Task over an expert's rows: add the results, times their shares, to the sums."""
+    a = read(arguments, ARGUMENTS)
+    order, shares = view(a.order, a.T * a.S, np.int64), view(a.shares, a.T * a.S, np.float32)
+    for r in range(begin, end):
+        place = order[a.begin + r]
+        share, found = shares[place], view(a.found + 4 * a.D * r, a.D, np.float32)
+        sums = view(a.sums + 4 * a.D * (place // a.S), a.D, np.float32)
+        for i in range(a.D):
+            sums[i] += found[i] * share
+
+
+@task
+def _finish_task(arguments: int, begin: int, end: int) -> None:
+    """Task over rows: the sums, and the residual."""
+    a = read(arguments, ARGUMENTS)
+    for t in range(begin, end):
+        at = 4 * a.D * t
+        sums, out = view(a.sums + at, a.D, np.float32), view(a.out + at, a.D, np.float32)
+        if a.residual:
+            residual = view(a.residual + at, a.D, np.float32)
+            for i in range(a.D):
+                out[i] = residual[i] + sums[i]
+        else:
+            out[:] = sums
+
+
+@inlined
+def _sort(a: Any, starts: Any, order: Any) -> Any:
+    """Sort places by expert: those of expert i are ``order[starts[i + 1] : starts[i + 2]]``, ascending. Returns how
+    many ids are neither an expert's nor -1."""
+    ids, wrong = view(a.ids, len(order), np.int64), 0
+    for p in range(len(order)):
+        if 0 <= ids[p] < a.X:
+            starts[ids[p] + 1] += 1
+        elif ids[p] != -1:
+            wrong += 1
+    for i in range(a.X):
+        starts[i + 1] += starts[i]
+    starts[a.X + 1] = starts[a.X]
+    for p in range(len(order) - 1, -1, -1):
+        if 0 <= ids[p] < a.X:
+            starts[ids[p] + 1] -= 1
+            order[starts[ids[p] + 1]] = p
+    return wrong
+
+
+@inlined
+def _make_call(pool: int, a: Any, planned: Any, record: Any) -> Any:
+    """Make a planned call for the rows at hand; ``record`` has room for its arguments."""
+    words, moves = view(a.words, a.num_words, np.int64), view(a.moves, a.num_moves, np.int64)
+    for i in range(planned.size):
+        record[i] = words[planned.first + i]
+    for i in range(planned.first_move, planned.end_move):
+        record[moves[i]] += a.room
+    record[planned.rows] = a.count
+    return call_driver(planned.driver, pool, record.ctypes.data)
+
+
+@driver
+def _driver(pool: int, arguments: int) -> int:
+    a = read(arguments, ARGUMENTS)
+    experts, calls = view(a.experts, a.X, EXPERT), view(a.calls, a.num_calls, CALL)
+    starts, order = np.zeros(a.X + 2, np.int64), np.empty(a.T * a.S, np.int64)
+    sums, room = np.zeros(a.T * a.D, np.float32), whole_lines(1, a.memory // 4)
+    record, piece = np.empty(a.most_words, np.int64), max(1, NUMBERS_A_PIECE // a.D)
+    a.sums, a.room, a.order = sums.ctypes.data, room.ctypes.data, order.ctypes.data
+    failed = _sort(a, starts, order)
+    for i in range(a.X if failed == 0 else 0):
+        a.begin, a.found = starts[i + 1], a.room + experts[i].found
+        while a.begin < starts[i + 2]:
+            a.count = min(ROWS, starts[i + 2] - a.begin)
+            run(pool, a.gather, arguments, a.count, piece)
+            for c in range(experts[i].first, experts[i].end):
+                failed += _make_call(pool, a, calls[c], record)
+            run(pool, a.add, arguments, a.count, piece)
+            a.begin += a.count
+    run(pool, a.finish, arguments, a.T, piece)
+    keep((starts, order, sums, room, record))
+    return 0 if failed == 0 else 1
+
+
+class _Room(Arena):
+    """Stands for memory that a driver will lend; it is never written."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.size = 0
+        self._buffers: list[tuple[Tensor, int]] = []
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """See ``Arena``."""
+        made = super().empty(shape, dtype)
+        self._buffers.append((made, self.size))
+        self.size += -(-made.nbytes // LINE) * LINE
+        return made
+
+    def move(self, words: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Write over addresses in this memory how far from its beginning they are; returns their places."""
+        is_moved = np.zeros(len(words), np.bool_)
+        for buffer, offset in self._buffers:
+            first = buffer.data_ptr()
+            is_here = ~is_moved & (words >= first) & (words < first + buffer.nbytes)
+            words[is_here] += offset - first
+            is_moved |= is_here
+        return is_moved.nonzero()[0]
+
+
+class _Plan:
+    """The calls of all experts."""
+
+    def __init__(self, num_inputs: int) -> None:
+        self.num_inputs = num_inputs
+        self.memory = 0
+        """Bytes that the driver lends."""
+        self.most_words = 0
+        self._experts: list[tuple[int, ...]] = []
+        self._calls: list[tuple[int, ...]] = []
+        self._words: list[npt.NDArray[np.int64]] = []
+        self._moves: list[npt.NDArray[np.int64]] = []
+        self._num_words = self._num_moves = 0
+        self._tables: tuple[npt.NDArray[Any], ...] = ()
+
+    def add(self, experts: SeparateExperts, index: int) -> bool:
+        """Plan the calls of an expert; whether that was possible."""
+        room, D = _Room(), self.num_inputs
+        with planning(room) as made:
+            y_RD = experts.expert(index, torch.empty(ROWS, D))
+        found = np.array([y_RD.data_ptr()])
+        is_whole = y_RD.shape == (ROWS, D) and y_RD.dtype == torch.float32 and y_RD.is_contiguous()
+        if made.foreign or not is_whole or not len(room.move(found)) or not all(map(_is_by_row, made.records)):
+            return False
+        first = len(self._calls)
+        for driver_at, arguments, _ in made.records:
+            self._add_call(driver_at, arguments, room)
+        self._experts.append((first, len(self._calls), int(found[0])))
+        self.memory = max(self.memory, room.size)
+        return True
+
+    def _add_call(self, driver_at: int, arguments: Arguments, room: _Room) -> None:
+        words = arguments.view(np.int64).copy()
+        moves, rows = room.move(words), list(arguments.dtype.names or ()).index("T")
+        place = driver_at, self._num_words, len(words), rows, self._num_moves, self._num_moves + len(moves)
+        self._calls.append(place)
+        self._words.append(words)
+        self._moves.append(moves)
+        self._num_words, self._num_moves = self._num_words + len(words), self._num_moves + len(moves)
+        self.most_words = max(self.most_words, len(words))
+
+    def close(self) -> _Plan:
+        """Finish the plan."""
+        lists = np.concatenate(self._words), np.concatenate(self._moves)
+        self._tables = np.array(self._experts, EXPERT), np.array(self._calls, CALL), *lists
+        del self._experts, self._calls, self._words, self._moves
+        return self
+
+    def values(self) -> tuple[int, ...]:
+        """What ARGUMENTS have of it."""
+        experts, *others = self._tables
+        listed = (value for table in others for value in (table.ctypes.data, len(table)))
+        return len(experts), experts.ctypes.data, *listed, self.memory, self.most_words
+
+
+def _is_by_row(record: tuple[int, Arguments, str]) -> bool:
+    """Whether a call has a number of rows, on which nothing else in its arguments depends."""
+    names = record[1].dtype.names or ()
+    return "T" in names and int(record[1]["T"][0]) == ROWS
+
+
+_PLANS: weakref.WeakKeyDictionary[SeparateExperts, _Plan | None] = weakref.WeakKeyDictionary()
+"""``None`` for experts that cannot be planned, as they use operations of torch."""
+
+
+def _plan_of(experts: SeparateExperts, num_inputs: int) -> _Plan | None:
+    if experts not in _PLANS:
+        plan = _Plan(num_inputs)
+        is_whole = all(plan.add(experts, i) for i in range(experts.num_experts))
+        return _PLANS.setdefault(experts, plan.close() if is_whole else None)
+    return _PLANS[experts]
+
+
+@sum_over_experts.kernel(device="cpu", name="numba", preference=10, supports=declines)
+def sum_over_experts_numba(
+    x_TD: Tensor, ids_TS: Tensor, shares_TS: Tensor, experts: SeparateExperts, residual_TD: Tensor | None = None
+) -> Tensor:
+    """See ``ops.sum_over_experts``."""
+    (T, D), S = x_TD.shape, ids_TS.shape[1]
+    plan = None if is_wrapped() else _plan_of(experts, D)
+    if plan is None:
+        return sum_over_experts.reference(x_TD, ids_TS, shares_TS, experts, residual_TD)
+    x, ids, shares = x_TD.contiguous(), ids_TS.contiguous(), shares_TS.float().contiguous()
+    out_TD = torch.empty(T, D) if residual_TD is None else residual_TD
+    assert out_TD.is_contiguous(), "the rows of the residual must follow one another"
+    assert out_TD.shape == x.shape, f"the residual is {list(out_TD.shape)}, x {list(x.shape)}"
+    places = x.data_ptr(), ids.data_ptr(), shares.data_ptr(), address(residual_TD), out_TD.data_ptr()
+    tasks = _gather_task(), _add_task(), _finish_task()
+    error = f"sum_over_experts: ids of experts must be from 0 to {experts.num_experts - 1}, or -1"
+    call(_driver(), ARGUMENTS, (*places, T, D, S, *plan.values(), *tasks, *[0] * 6), error)
+    return out_TD
