@@ -201,7 +201,9 @@ class CacheSettings:
     """The paged KV cache."""
 
     block_size: int | None = setting(
-        None, "tokens per block, times decode_context_parallel_size; default: by device", low=1
+        None,
+        "tokens per block, times decode_context_parallel_size; on a GPU a power of two of at least 16; default: by device",
+        low=1,
     )
     num_kv_blocks: int | None = setting(None, "blocks in the pool; default: as many as fit into the memory", low=1)
     kv_cache_memory: float | None = setting(None, "GiB of memory for the KV cache; default: by device", low=0.001)

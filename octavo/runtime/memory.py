@@ -42,6 +42,8 @@ CPU_KV_SHARE = 0.5
 """Default share of free memory for the KV cache on a CPU."""
 LEAST_CONTEXT = 8192
 """A context, if the model has it, for which the batch is made smaller where memory is little."""
+LEAST_GPU_BLOCK = 16
+"""Tiles of attention's kernels have so many keys or a higher power of two, and lie within a block."""
 LEAST_SEQS, LEAST_TOKENS = 16, 256
 """Limits of a batch are not made smaller than these for a longer context."""
 LOGITS_COPIES = 4
@@ -179,7 +181,7 @@ def plan_memory(
     max_num_seqs, max_num_batched_tokens = batch or _first_batch(
         settings.scheduler, model, dtype, device, free, (num_ranks, num_parts)
     )
-    block_size = num_parts * (settings.cache.block_size or DEFAULTS[device].block_size)
+    block_size = num_parts * _size_of_block(settings.cache.block_size or DEFAULTS[device].block_size, device)
     max_model_len = _longest_asked(settings, model)
     activations = _activation_bytes(model, max_num_batched_tokens, dtype, num_ranks, num_parts)
     if device == GPU:
@@ -215,6 +217,13 @@ def plan_memory(
     limits = Limits(max_model_len, block_size, tuple(groups), blocks, max_num_seqs, max_num_batched_tokens, pool)
     of_states = states.held_bytes + num_snapshots * states.bytes_per_slot
     return limits, MemoryBudget(sum(weights.values()), kv_bytes, activations, logits, of_states)
+
+
+def _size_of_block(size: int, device: str) -> int:
+    """The size, if the device's kernels read blocks of it. Raises ``ConfigError``."""
+    if device == GPU and (size < LEAST_GPU_BLOCK or size & (size - 1)):
+        raise ConfigError(f"block_size: on a GPU a power of two of at least {LEAST_GPU_BLOCK} is needed, not {size}")
+    return size
 
 
 def _divide(

@@ -193,6 +193,15 @@ def test_a_smaller_batch_makes_room_for_a_context(caplog: pytest.LogCaptureFixtu
         settled(free=free, device="cuda", max_model_len=8192, max_num_seqs=256)
 
 
+@pytest.mark.parametrize("size", [1, 8, 24, 48])
+def test_a_block_that_tiles_of_a_gpu_do_not_divide_is_refused(size: int) -> None:
+    """With blocks of 48 a tile of 32 keys would read the block that lies behind."""
+    with pytest.raises(ConfigError, match=f"^block_size: .* power of two of at least 16 .* not {size}$"):
+        settled(device="cuda", block_size=size)
+    assert settled(block_size=size)[0].block_size == size
+    assert settled(device="cuda", block_size=16)[0].block_size == 16
+
+
 def test_a_cache_smaller_than_a_block_is_refused() -> None:
     with pytest.raises(ConfigError, match="kv_cache_memory: one block takes"):
         settled(kv_cache_memory=0.001, block_size=64)
