@@ -202,7 +202,8 @@ class CacheSettings:
 
     block_size: int | None = setting(
         None,
-        "tokens per block, times decode_context_parallel_size; on a GPU a power of two of at least 16; default: by device",
+        "tokens per block, times decode_context_parallel_size; on a GPU a power of two of at least 16; default: by "
+        "device",
         low=1,
     )
     num_kv_blocks: int | None = setting(None, "blocks in the pool; default: as many as fit into the memory", low=1)

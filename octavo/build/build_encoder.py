@@ -33,7 +33,7 @@ from octavo.ops import dispatch
 from octavo.plugins import CPU
 from octavo.quant.stored.stored_weight import WeightFormat
 from octavo.runtime.executors.encoder_executor import EncoderExecutor
-from octavo.runtime.executors.pooler import Pooler
+from octavo.runtime.executors.pooler import ROWS_AT_ONCE, Pooler
 from octavo.runtime.memory import keep_freed
 from octavo.types import EngineInfo, Task
 from octavo.weights.checkpoint import Checkpoint
@@ -54,12 +54,8 @@ def build_encoder(
     if config.model.enable_return_routed_experts:
         raise ConfigError("enable_return_routed_experts: an encoder has no routers of experts")
     max_model_len, max_num_seqs, max_num_batched_tokens = encoder_limits(config, path, model)
-    pooling = read_pooling(path, config.model.pooling_type, is_encoder=True, load_format=config.model.load_format)
-    is_sparse = pooling.kind == "splade"
-    if is_sparse and model.vocabulary is None:
-        message = "a vector of the vocabulary needs a BertForMaskedLM, DistilBertForMaskedLM or one of RoBERTa's kind"
-        raise ConfigError(f"pooling_type: splade: {message}; the checkpoint has {model.architecture}")
-    model = dataclasses.replace(model, uses_vocabulary=is_sparse)
+    model, pooling = with_pooling(config, path, model)
+    is_sparse = model.uses_vocabulary
     rows = AdapterRows() if config.model.enable_lora else None
     loaded = load_encoder(model, checkpoint, form, rows)
     adapters = None if rows is None else _adapters(model, loaded.maps, rows, form, has_heads=is_sparse)
@@ -81,7 +77,7 @@ def build_encoder(
         settings=config.scheduler,
         chunked_prefill=False,
     )
-    activations = activation_bytes(model, max_num_batched_tokens, form.dtype)
+    activations = activation_bytes(model, max_num_seqs, max_num_batched_tokens, form.dtype)
     if form.device.type == CPU:
         keep_freed(2 * activations)
     choices = dispatch.choices(form.device.type, form.dtype)
@@ -105,6 +101,16 @@ def build_encoder(
         pooling=tasks.meaning,
     )
     return Engine(scheduler, runner, adapters=lora), info
+
+
+def with_pooling(config: EngineConfig, path: Path, model: EncoderConfig) -> tuple[EncoderConfig, Pooling]:
+    """The model with the head that its pooling needs, and that. Raises ``ConfigError`` or ``CheckpointError``."""
+    pooling = read_pooling(path, config.model.pooling_type, is_encoder=True, load_format=config.model.load_format)
+    is_sparse = pooling.kind == "splade"
+    if is_sparse and model.vocabulary is None:
+        message = "a vector of the vocabulary needs a BertForMaskedLM, DistilBertForMaskedLM or one of RoBERTa's kind"
+        raise ConfigError(f"pooling_type: splade: {message}; the checkpoint has {model.architecture}")
+    return dataclasses.replace(model, uses_vocabulary=is_sparse), pooling
 
 
 def _adapters(
@@ -189,7 +195,10 @@ def _longest(requested: int | None, model: EncoderConfig, path: Path) -> int:
     return requested or min(most, longest_text(path) or most)
 
 
-def activation_bytes(model: EncoderConfig, num_tokens: int, dtype: torch.dtype) -> int:
+def activation_bytes(model: EncoderConfig, num_seqs: int, num_tokens: int, dtype: torch.dtype) -> int:
     """Activation bytes of a step: the residual stream, plus the larger of attention and the feed-forward layer before
-    and after its GELU."""
-    return num_tokens * (model.hidden_size + max(4 * model.hidden_size, 2 * model.ffn_size)) * dtype.itemsize
+    and after its GELU; of a vector of the vocabulary, each text's twice, and logits as they come and in float32."""
+    layers = num_tokens * (model.hidden_size + max(4 * model.hidden_size, 2 * model.ffn_size)) * dtype.itemsize
+    if not model.uses_vocabulary:
+        return layers
+    return layers + model.vocab_size * (8 * num_seqs + min(ROWS_AT_ONCE, num_tokens) * (dtype.itemsize + 4))

@@ -93,11 +93,8 @@ def _about(family: object) -> str:
 def _check(config: EngineConfig) -> int:
     from octavo.build.build_engine import model_backend
     from octavo.build.device_settings import resolve_device, resolve_kv_dtype, weight_format
-    from octavo.models.config_checks import check_sizes
     from octavo.models.encoder import EncoderConfig
     from octavo.models.meta_model import largest_stage, outline
-    from octavo.models.multimodal_text import overridden_config
-    from octavo.models.registry import read_config
     from octavo.runtime import memory
     from octavo.runtime.ranks.ranks import check_divides
     from octavo.weights.checkpoint import open_checkpoint
@@ -112,8 +109,7 @@ def _check(config: EngineConfig) -> int:
     path = resolve_model(config.model) if is_here else resolve_model(config.model, ["*.json"])
     has_weights = is_here and (path.is_file() or any(any(path.glob(pattern)) for pattern in WEIGHTS))
     checkpoint = open_checkpoint(path, config.model.load_format if has_weights else "dummy")
-    model = read_config(overridden_config(checkpoint.config, config.model.hf_overrides), config.model.max_model_len)
-    check_sizes(model, checkpoint)
+    model = _read_model(config, path, checkpoint)
     device = resolve_device(config.model.device)
     form = weight_format(config.model, device, checkpoint)
     num_ranks = config.model.tensor_parallel_size
@@ -152,6 +148,19 @@ def _check(config: EngineConfig) -> int:
     return 0
 
 
+def _read_model(config: EngineConfig, path: Path, checkpoint: Checkpoint) -> ModelConfig:
+    """The model's configuration, checked, of an encoder with the head that it needs."""
+    from octavo.build.build_encoder import with_pooling
+    from octavo.models.config_checks import check_sizes
+    from octavo.models.encoder import EncoderConfig
+    from octavo.models.multimodal_text import overridden_config
+    from octavo.models.registry import read_config
+
+    model = read_config(overridden_config(checkpoint.config, config.model.hf_overrides), config.model.max_model_len)
+    check_sizes(model, checkpoint)
+    return with_pooling(config, path, model)[0] if isinstance(model, EncoderConfig) else model
+
+
 def _of_each(limits: Limits, settings: ModelSettings) -> str:
     count = settings.num_ranks
     if count == 1:
@@ -183,7 +192,7 @@ def _fit_encoder(
     from octavo.build.build_encoder import activation_bytes, encoder_limits
 
     limits = encoder_limits(config, path, model)
-    activations = activation_bytes(model, limits.max_num_batched_tokens, dtype)
+    activations = activation_bytes(model, limits.max_num_seqs, limits.max_num_batched_tokens, dtype)
     sizes = f"{num_bytes / 2**20:,.1f} MiB of weights and {activations / 2**20:,.1f} MiB of activations"
     fits = num_bytes + activations <= free
     print(f"{'fits' if fits else 'does not fit'}, with texts of {limits.max_model_len} tokens: {sizes}")

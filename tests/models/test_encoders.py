@@ -117,6 +117,20 @@ def test_sparse_vectors_are_the_largest_logits_of_each_token(row: str, is_in_fil
     assert 0 < (np.stack(vectors) == 0).sum() < len(TEXTS) * VOCAB_SIZE
 
 
+def test_memory_of_sparse_vectors_is_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    make_encoder(tmp_path, "Bert/ForMaskedLM")
+    dense, sparse = (build(tmp_path, **kind)[1] for kind in ({}, {"pooling_type": "splade"}))
+    results = sparse.max_num_seqs * VOCAB_SIZE * 4
+    assert sparse.memory["activations"] >= dense.memory["activations"] + 2 * results
+    limits = f"--max-num-seqs {sparse.max_num_seqs} --max-num-batched-tokens {sparse.max_num_batched_tokens}".split()
+    assert main(["models", str(tmp_path), "--device", "cpu", "--pooling-type", "splade", *limits]) == 0
+    found = re.search(r"([\d.]+) MiB of weights and ([\d.]+) MiB of activations", capsys.readouterr().out)
+    assert found is not None
+    assert [float(each) for each in found.groups()] == [
+        round(sparse.memory[name] / 2**20, 1) for name in ("weights", "activations")
+    ]
+
+
 def test_a_masked_language_model_without_its_head_gives_dense_vectors(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
