@@ -344,7 +344,7 @@ def write_projector(folder: Path, path: Path, kind: str, form: Callable[[Array],
     if kind != "mlp" or "image_grid_pinpoints" in config:  # the oldest files of LLaVA name no kind
         writer.add_string("clip.projector_type", kind)
     writer.add_bool("clip.has_vision_encoder", True)
-    layers = inner.get("num_hidden_layers") or inner["depth"]
+    layers = inner.get("num_hidden_layers") or inner.get("depth", 0)
     writer.add_vision_block_count(layers - (kind == "mlp"))  # the last layer is not used
     places = inner.get("num_position_embeddings", 1600) ** 0.5
     processor = json.loads((folder / "preprocessor_config.json").read_text())
@@ -355,9 +355,9 @@ def write_projector(folder: Path, path: Path, kind: str, form: Callable[[Array],
         longest = round(inner["num_patches"] ** 0.5) * 16
     writer.add_vision_image_size(longest or inner.get("image_size", round(places) * inner["patch_size"]))
     writer.add_vision_patch_size(inner.get("patch_size", 14))
-    writer.add_vision_embedding_length(inner["hidden_size"])
-    writer.add_vision_feed_forward_length(inner["intermediate_size"])
-    writer.add_vision_head_count(inner.get("num_attention_heads") or inner["num_heads"])
+    writer.add_vision_embedding_length(inner.get("mm_embed_dim") or inner["hidden_size"])
+    writer.add_vision_feed_forward_length(inner.get("intermediate_size", 0))  # of Gemma 4 12B, which has no layers
+    writer.add_vision_head_count(inner.get("num_attention_heads") or inner.get("num_heads", 0))
     writer.add_vision_attention_layernorm_eps(1e-6)
     writer.add_vision_projection_dim(config["text_config"]["hidden_size"])
     writer.add_vision_image_mean(processor.get("image_mean", [0.5] * 3))
@@ -369,7 +369,7 @@ def write_projector(folder: Path, path: Path, kind: str, form: Callable[[Array],
         writer.add_bool("clip.use_gelu", False)
         if points := config.get("image_grid_pinpoints"):
             writer.add_array("clip.vision.image_grid_pinpoints", [side for point in points for side in point])
-    if kind == "gemma4v":
+    if kind in ("gemma4v", "gemma4uv"):
         side = inner["patch_size"] * inner["pooling_kernel_size"]
         writer.add_uint32("clip.vision.image_max_pixels", processor["max_soft_tokens"] * side**2)
     if kind == "glm4v":
@@ -421,6 +421,16 @@ def _gemma4_part(name: str, tensor: Tensor) -> list[tuple[str, Tensor]]:
     return [(name, tensor.reshape(-1) if tensor.ndim == 0 else tensor)]
 
 
+def _gemma4_unified_part(name: str, tensor: Tensor) -> list[tuple[str, Tensor]]:
+    name = name.replace("patch_dense", "patch_embd").replace("pos_norm", "patch_ln3").replace("patch_ln", "patch_norm.")
+    if name.startswith(("vision_embedder.patch_embd.weight", "vision_embedder.patch_norm.1")):
+        tensor = tensor.unflatten(-1, (-1, 3)).transpose(-1, -2).flatten(-2)
+    if name == "vision_embedder.pos_embedding":
+        name, tensor = "v.position_embd.weight", tensor.transpose(0, 1)
+    name = name.replace("embed_vision.embedding_projection", "mm.input_projection")
+    return [(name.replace("vision_embedder.", "v."), tensor)]
+
+
 LEGACY_CLIP = (
     (r"^vision_tower\.(vision_model\.)?", "v."),
     (r"encoder\.layers", "blk"),
@@ -450,6 +460,8 @@ def _tower_parts(name: str, tensor: Tensor, deep: list[int] | None, kind: str, l
         return _legacy_clip(name, tensor, layers)
     if kind == "gemma4v":
         return _gemma4_part(name, tensor)
+    if kind == "gemma4uv":
+        return _gemma4_unified_part(name, tensor)
     if kind == "idefics3":
         return [(f"model.{name}", tensor)]
     if kind in ("pixtral", "lightonocr"):

@@ -48,9 +48,9 @@ TEXT |= {"glm4v_moe": ("glm4_moe", "glm4_moe"), "glm_ocr": ("glm4", "glm4")}
 KINDS |= dict.fromkeys(("glm4v_moe", "glm_ocr"), ("glm4v", "<|image|>"))
 KINDS |= dict.fromkeys(("internvl", "internvl_rms"), ("internvl", "<IMG_CONTEXT>"))
 TEXT |= {"kimi_vl": ("deepseek_v3", "deepseek_v3"), "lfm2_vl": ("lfm2", "lfm2"), "lighton_ocr": ("qwen3", "qwen3")}
-TEXT |= {"llama4": ("llama4_text", "llama4_text")}
+TEXT |= {"llama4": ("llama4_text", "llama4_text"), "gemma4_unified": ("gemma4_unified_text", "gemma4_text")}
 KINDS |= {"kimi_vl": ("kimivl", "<|media_pad|>"), "lfm2_vl": ("lfm2", "<image>"), "llama4": ("llama4", "<|patch|>")}
-KINDS |= {"lighton_ocr": ("lightonocr", "<|image_pad|>")}
+KINDS |= {"lighton_ocr": ("lightonocr", "<|image_pad|>"), "gemma4_unified": ("gemma4uv", "<|image|>")}
 
 
 def made(name: str, folder: Path, form: Callable[[Array], Array] = lambda values: values) -> PreTrainedModel:
@@ -83,7 +83,7 @@ def made(name: str, folder: Path, form: Callable[[Array], Array] = lambda values
 
 
 DAILY = ("gemma3", "qwen2_5_vl", "qwen3_vl", "mistral3", "smolvlm", "internvl_rms", "llava_next", "glm4v", "gemma4")
-DAILY += ("kimi_vl", "lighton_ocr")
+DAILY += ("kimi_vl", "lighton_ocr", "gemma4_unified")
 ALONE = {"lfm2_vl": (64, 96), "llama4": (56, 56)}
 """Families whose files say nothing of tiles, so that images would be cut by the sizes of published models; and rows and
 columns of an image."""

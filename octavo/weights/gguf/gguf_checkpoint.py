@@ -19,7 +19,7 @@ from octavo.weights.gguf.gguf_families import FAMILIES, TensorPlace, translate
 from octavo.weights.gguf.gguf_hybrids import HYBRIDS
 from octavo.weights.gguf.gguf_mixtures import MIXTURES
 from octavo.weights.gguf.gguf_reader import GGUFFile
-from octavo.weights.gguf.projector import FRAME, MINUS_ONE, Projector
+from octavo.weights.gguf.projector import FRAME, MINUS_ONE, PLACES, Projector
 
 ALL_FAMILIES = FAMILIES | DECODERS | MIXTURES | HYBRIDS
 DENSE_KINDS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -167,7 +167,9 @@ class ProjectorTensors:
             heads = self._projector.num_heads
             found = found.view(heads, -1, 2, *found.shape[1:]).transpose(1, 2).reshape(found.shape)
         if self._projector.has_colours_last(parts[0]):
-            found = found.movedim(1, -1).flatten(1)
+            found = found.view(*found.shape[: found.ndim > 1], 3, -1).transpose(-1, -2).flatten(-2)
+        if name == PLACES:
+            found = found.transpose(0, 1)
         joins = len(found.shape) == 2 and found.shape == (math.prod(shape[:-1]), shape[-1])
         if joins or _without_ones(found.shape) == _without_ones(shape):
             found = found.reshape(shape)  # converters join axes, or leave out those of one place

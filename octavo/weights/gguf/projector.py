@@ -48,7 +48,17 @@ GEMMA4_MAPS |= {f"mlp.{part}_proj": f"ffn_{part}" for part in ("gate", "up", "do
 BOUNDS = ("input_min", "input_max", "output_min", "output_max")
 GEMMA4_LAYER = GEMMA4_NORMS | {f"{own}.linear": stored for own, stored in GEMMA4_MAPS.items()}
 GEMMA4_LAYER |= {f"{own}.{end}": f"{stored}.{end}" for own, stored in GEMMA4_MAPS.items() for end in BOUNDS}
-PATCH_MAP = "v.patch_embd.weight"
+GEMMA4_UNIFIED = {
+    "vision_embedder.patch_ln1": "v.patch_norm.1",
+    "vision_embedder.patch_dense": "v.patch_embd",
+    "vision_embedder.patch_ln2": "v.patch_norm.2",
+    "vision_embedder.pos_embedding": "v.position_embd.weight",
+    "vision_embedder.pos_norm": "v.patch_norm.3",
+    "embed_vision.embedding_projection": "mm.input_projection",
+}
+PLACES = "vision_embedder.pos_embedding"
+"""Of Gemma 4 12B: the converter puts the axis of a position first."""
+OF_PIXELS = ("v.patch_embd.weight", "v.patch_norm.1.weight", "v.patch_norm.1.bias")
 GEMMA4 = {f"vision_tower.encoder.layers.*.{own}": f"v.blk.*.{stored}" for own, stored in GEMMA4_LAYER.items()} | {
     "vision_tower.patch_embedder.input_proj": "v.patch_embd",
     "vision_tower.patch_embedder.position_embedding_table": "v.position_embd.weight",
@@ -222,10 +232,6 @@ def _gemma4(data: Metadata) -> dict[str, Any]:
             raise CheckpointError(f"{data.file.path}: tensor {name!r} is missing, or has not {axes[name]} axes")
     (_, num_places, _), (head_dim,), (num_keys, _) = (tensor.shape for tensor in found.values() if tensor)
     pool = data.count("vision.projector.scale_factor", 3)
-    processing = {"pooling_kernel_size": pool}
-    if data.has("vision.image_max_pixels"):
-        area = (data.count("vision.patch_size") * pool) ** 2
-        processing["max_soft_tokens"] = data.count("vision.image_max_pixels", low=area) // area
     return {
         "head_dim": head_dim,
         "num_key_value_heads": num_keys // head_dim,
@@ -234,8 +240,33 @@ def _gemma4(data: Metadata) -> dict[str, Any]:
         "rms_norm_eps": data.real("vision.attention.layer_norm_epsilon", 1e-6),
         "use_clipped_linears": "v.blk.0.attn_q.input_min" in data.file.tensors,
         "standardize": "v.std_bias" in data.file.tensors,
-        "processing": processing,
+        "processing": _pooled(data, pool),
     }
+
+
+def _gemma4_unified(data: Metadata) -> dict[str, Any]:
+    """It has no layers; the side of a square is that of its map's inputs."""
+    names = "v.patch_embd.weight", "v.position_embd.weight"
+    pixels, places = (data.file.tensors.get(name) for name in names)
+    if pixels is None or places is None or len(pixels.shape) != 2 or len(places.shape) != 3:
+        raise CheckpointError(f"{data.file.path}: tensor {names[0]!r} or {names[1]!r} is missing, or has other axes")
+    pool = round((pixels.shape[1] / 3) ** 0.5) // data.count("vision.patch_size")
+    return {
+        "mm_embed_dim": data.count("vision.embedding_length"),
+        "mm_posemb_size": places.shape[1],
+        "pooling_kernel_size": pool,
+        "rms_norm_eps": data.real("vision.attention.layer_norm_epsilon", 1e-6),
+        "processing": _pooled(data, pool),
+    }
+
+
+def _pooled(data: Metadata, pool: int) -> dict[str, Any]:
+    """How Gemma 4's images are resized, ``pool`` x ``pool`` patches for an embedding."""
+    if not data.has("vision.image_max_pixels"):
+        return {"pooling_kernel_size": pool}
+    area = (data.count("vision.patch_size") * pool) ** 2
+    most = data.count("vision.image_max_pixels", low=area) // area
+    return {"pooling_kernel_size": pool, "max_soft_tokens": most}
 
 
 def _llava(data: Metadata) -> dict[str, Any]:
@@ -373,6 +404,14 @@ KINDS = {
         ("<|image|>",),
         has_colours_last=True,
     ),
+    "gemma4uv": ProjectorKind(
+        "Gemma4UnifiedForConditionalGeneration",
+        ("Gemma4ForCausalLM",),
+        GEMMA4_UNIFIED,
+        _gemma4_unified,
+        ("<|image|>",),
+        has_colours_last=True,
+    ),
     "glm4v": ProjectorKind(GLM4V_MODEL, (GLM4V_MODEL, GLM4V_MOE), GLM4V, _glm4v, ("<|image|>",)),
     "idefics3": ProjectorKind(
         "SmolVLMForConditionalGeneration", ("LlamaForCausalLM",), IDEFICS3, _idefics3, ("<image>",)
@@ -469,9 +508,9 @@ class Projector:
             "image_size": data.count("vision.image_size"),
             "patch_size": data.count("vision.patch_size"),
             "hidden_size": data.count("vision.embedding_length"),
-            "intermediate_size": data.count("vision.feed_forward_length"),
-            "num_hidden_layers": data.count("vision.block_count"),
-            "num_attention_heads": data.count("vision.attention.head_count"),
+            "intermediate_size": data.count("vision.feed_forward_length", low=0),
+            "num_hidden_layers": data.count("vision.block_count", low=0),
+            "num_attention_heads": data.count("vision.attention.head_count", low=0),
             "layer_norm_eps": data.real("vision.attention.layer_norm_epsilon", 1e-6),
         }
         self._vision |= self._kind.read(data)
@@ -490,7 +529,7 @@ class Projector:
 
     def has_colours_last(self, tensor: str) -> bool:
         """Whether a tensor is one whose colours were put first."""
-        return tensor == PATCH_MAP and self._kind.has_colours_last
+        return tensor in OF_PIXELS and self._kind.has_colours_last
 
     def is_permuted(self, tensor: str) -> bool:
         """Whether the two numbers of a rotary pair are adjacent among the rows of a tensor."""
