@@ -234,6 +234,24 @@ def _gemma3(config: Mapping[str, Any], given: Mapping[str, Any]) -> ImageProcess
     )
 
 
+def _paligemma(config: Mapping[str, Any], given: Mapping[str, Any]) -> ImageProcessor:
+    inner, size = config["vision_config"], given.get("size") or {}
+    side = int(inner.get("image_size", 224))
+    settings = {"rule": "fixed", "height": int(size.get("height", side)), "width": int(size.get("width", side))}
+    return ImageProcessor(
+        settings=settings | {"resample": int(given.get("resample", 3)), "most_pixels": MOST_PIXELS},
+        placeholder="<image>",
+        after="<bos>",
+        token=int(config.get("image_token_index") or config.get("image_token_id") or 256_000),
+        token_text="<image>",
+        num_tokens=(side // int(inner.get("patch_size", 14))) ** 2,
+        vocabulary={"<bos>": int(config[TOKENS].get("<bos>", 2))},
+        is_prefix=True,
+        layout=by_tile,
+        **scaling(given, HALF, HALF),
+    )
+
+
 def _gemma4(config: Mapping[str, Any], given: Mapping[str, Any]) -> ImageProcessor:
     inner, pool = config["vision_config"], int(given.get("pooling_kernel_size", 3))
     texts = {number: text for text, number in config[TOKENS].items()}
@@ -479,6 +497,7 @@ PROCESSORS: dict[str, Maker] = {
     "LlavaOnevisionForConditionalGeneration": _llava_onevision,
     "Mistral3ForConditionalGeneration": _mistral3,
     "PaddleOCRVLForConditionalGeneration": _paddleocr,
+    "PaliGemmaForConditionalGeneration": _paligemma,
     "QianfanOCRForConditionalGeneration": _internvl,
     "Qwen2VLForConditionalGeneration": _qwen25,
     "Qwen2_5_VLForConditionalGeneration": _qwen25,

@@ -111,15 +111,18 @@ def placed(
     if len(places) != len(images):
         message = f"The prompt has places for {len(places)} images, and there are {len(images)}."
         raise InvalidParameter("messages", message)
+    if processor.is_prefix and len(images) > 1:
+        raise InvalidParameter("messages", f"This model reads one image of a prompt; there are {len(images)}.")
     expanded: list[int] = []
     inputs: list[ImageInput] = []
-    last = 0
+    last = int(processor.is_prefix and tokens[:1] == [processor.vocabulary["<bos>"]])  # that one is behind the image
     for index, (place, image) in enumerate(zip(places, images, strict=True)):
         expanded += tokens[last:place] + processor.number(index)
         inputs.append(processor.placed(image, len(expanded)))
         expanded += processor.tokens(image)
         last = place + 1
-    return expanded + tokens[last:], inputs
+    expanded += tokens[last:]
+    return expanded, [processor.over(image, expanded) for image in inputs] if processor.is_prefix else inputs
 
 
 def preparer_of(settings: ModelSettings, num_slots: int) -> ImagePreparer | None:

@@ -7,9 +7,12 @@ import functools
 import hashlib
 import json
 import math
+from array import array
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
+
+import msgspec
 
 from octavo.images.resizing import limited, low
 from octavo.images.videos import Frames, VideoForm
@@ -191,6 +194,8 @@ class ImageProcessor:
     """Embeddings of a tile, where all have as many."""
     vocabulary: Mapping[str, int] = field(default_factory=dict)
     """Ids of tokens that ``layout`` puts between embeddings, by their text."""
+    is_prefix: bool = False
+    """Whether all of a prompt with an image attends to all of it, as in PaliGemma, whose prompts have one."""
     is_numbered: bool = False
     """Whether each image of a prompt has its number before it."""
     layout: Callable[[ImageProcessor, PreparedImage], list[int]] = by_size
@@ -268,6 +273,11 @@ class ImageProcessor:
             grid=self.grid(image) if self.has_grid else None,
             elapsed=image.elapsed,
         )
+
+    def over(self, image: ImageInput, prompt: list[int]) -> ImageInput:
+        """The image of a prompt that attends to all of itself: what is computed of any position is of this prompt."""
+        said = hashlib.sha256(image.digest + array("q", prompt).tobytes()).digest()
+        return msgspec.structs.replace(image, start=0, num_tokens=len(prompt), digest=said)
 
     def grid(self, image: PreparedImage) -> tuple[int, int]:
         """Rows and columns of embeddings."""

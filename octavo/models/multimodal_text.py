@@ -16,6 +16,7 @@ from octavo.models.config_keys import ConfigKeys, wrong
 from octavo.quant.tensors import Renamed, TensorSource
 
 GEMMA3 = {"vocab_size": 262_208, "num_attention_heads": 8, "num_key_value_heads": 4, "max_position_embeddings": 131_072}
+GEMMA = {"num_attention_heads": 8, "num_key_value_heads": 1, "max_position_embeddings": 8192}
 GLM = {"rms_norm_eps": 1e-5, "partial_rotary_factor": 1.0}
 LLAMA = {
     "vocab_size": 32_000,
@@ -53,7 +54,8 @@ TEXT_MODELS: dict[str, tuple[str, Mapping[str, Any]]] = {
     "deepseek_v2": ("DeepseekV2ForCausalLM", {}),
     "deepseek_v3": ("DeepseekV3ForCausalLM", {}),
     "exaone4": ("Exaone4ForCausalLM", {}),
-    "gemma2": ("Gemma2ForCausalLM", {}),
+    "gemma": ("GemmaForCausalLM", GEMMA),
+    "gemma2": ("Gemma2ForCausalLM", {"max_position_embeddings": 8192}),
     "gemma3_text": ("Gemma3ForCausalLM", GEMMA3),
     "gemma3n_text": ("Gemma3nForCausalLM", {}),
     "glm4v_text": ("Glm4ForCausalLM", GLM),
@@ -125,6 +127,7 @@ TEXT_PARTS: dict[str, str] = {
     "Mistral3ForConditionalGeneration": "mistral",
     "Ovis2ForConditionalGeneration": "qwen2",
     "PaddleOCRVLForConditionalGeneration": "paddleocr_vl_text",
+    "PaliGemmaForConditionalGeneration": "gemma",
     "QianfanOCRForConditionalGeneration": "qwen3",
     "Qwen2AudioForConditionalGeneration": "qwen2",
     "Qwen2VLForConditionalGeneration": "qwen2_vl_text",
@@ -192,6 +195,8 @@ def text_config(values: Mapping[str, Any]) -> Mapping[str, Any]:
     given = {key: value for key, value in {**outer, **inner}.items() if value is not None}
     if isinstance(outer.get("tie_word_embeddings"), bool):  # takes precedence, as in transformers
         given["tie_word_embeddings"] = outer["tie_word_embeddings"]
+    if kind in ("gemma", "gemma2"):  # PaliGemma's: which prompts do, that have an image, the tower says
+        given.pop("use_bidirectional_attention", None)
     for key in ("rope_scaling", "rope_parameters"):
         if isinstance(given.get(key), Mapping):
             given[key] = _plain_rope(given[key])

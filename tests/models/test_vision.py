@@ -25,7 +25,7 @@ from octavo.images.preparer import placed
 from octavo.runtime.executors.stream_executor import StreamExecutor
 from octavo.steps.messages import Message, Reply, Step
 from octavo.types import ImageInput, Request
-from tests.models.vision import FAMILIES, IMAGE, as_png, expected_logprobs, make, picture, written_config
+from tests.models.vision import FAMILIES, IMAGE, PREFIX, as_png, expected_logprobs, make, picture, written_config
 from tests.tiers import nightly, nightly_after, one_in
 
 SETTINGS: dict[str, Any] = {"dtype": "float32", "block_size": 8, "num_kv_blocks": 120}
@@ -55,11 +55,12 @@ PROMPTS: list[Prompt] = [
 
 COMMON = ("qwen2_5_vl", "qwen3_vl", "qwen3_5", "mistral3", "gemma3", "gemma4")
 """Families with which everything is tested each time; with the others, what differs from family to family."""
-every_family = pytest.mark.parametrize("family", list(FAMILIES), indirect=True)
+OTHERS = [name for name in FAMILIES if name != PREFIX]
+every_family = pytest.mark.parametrize("family", OTHERS, indirect=True)
 common_families = pytest.mark.parametrize(
-    "family", [*COMMON, *(nightly(name) for name in FAMILIES if name not in COMMON)], indirect=True
+    "family", [*COMMON, *(nightly(name) for name in OTHERS if name not in COMMON)], indirect=True
 )
-one_family = pytest.mark.parametrize("family", nightly_after(1, FAMILIES), indirect=True)
+one_family = pytest.mark.parametrize("family", nightly_after(1, OTHERS), indirect=True)
 
 
 @pytest.fixture(scope="module")
@@ -86,7 +87,7 @@ def worst_difference(name: str, model: PreTrainedModel, prompt: Prompt, output: 
     completion = output.outputs[0]
     assert completion.error is None
     found += completion.logprobs or []
-    expected = expected_logprobs(name, model, [*prompt[0], *completion.token_ids], prompt[1])
+    expected = expected_logprobs(name, model, *prompt, completion.token_ids)
     start = 0 if output.prompt_logprobs else len(output.prompt_token_ids or []) - 1
     return max(
         abs(logprob.logprob - expected[start + place, token].item())
@@ -349,6 +350,26 @@ def test_a_model_may_read_text_alone(family: tuple[str, Path, PreTrainedModel]) 
         assert llm.info.num_image_slots == 0
         with pytest.raises(InvalidParameter, match="reads text only"):
             llm.generate(as_inputs(PROMPTS[:1]), GREEDY)
+
+
+@pytest.mark.parametrize("family", [PREFIX], indirect=True)
+@pytest.mark.parametrize("most", [6, 512])
+def test_a_prompt_attends_to_all_of_itself(most: int, family: tuple[str, Path, PreTrainedModel]) -> None:
+    """It is computed in one piece, and found again as a whole: the same image and words before others are not."""
+    name, folder, model = family
+    start = [*words(3), IMAGE, *words(20, seed=4)]
+    prompts: list[Prompt] = [(start, [ONE]), (start, [TALL]), ([*start, *words(9, seed=5)], [ONE]), (start, [ONE])]
+    with LLM(folder, **SETTINGS, max_num_batched_tokens=most, max_num_seqs=4) as llm:
+        outputs = llm.generate(as_inputs(prompts[:2]), SCORED)
+        outputs += [llm.generate(as_inputs([prompt]), GREEDY)[0] for prompt in prompts[2:]]
+        for prompt, output in zip(prompts, outputs, strict=True):
+            assert worst_difference(name, model, prompt, output) < TOLERANCE
+        assert [output.num_cached_tokens for output in outputs] == [0, 0, 0, 38]  # all but the last
+        with pytest.raises(InvalidParameter, match="one image of a prompt; there are 2"):
+            llm.generate(as_inputs([([IMAGE, 5, IMAGE], [ONE, TALL])]), GREEDY)
+        tokens = llm.generate(as_inputs([([2, IMAGE, 2, 5], [ONE])]), GREEDY)[0].prompt_token_ids
+        assert tokens == [*[IMAGE] * 16, 2, 5]
+        llm.engine.check()
 
 
 def test_sections_must_be_of_all_pairs(tmp_path: Path) -> None:

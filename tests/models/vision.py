@@ -32,6 +32,7 @@ from transformers import (
     PreTrainedModel,
     ProcessorMixin,
     Qwen2VLImageProcessorPil,
+    SiglipImageProcessorPil,
     SmolVLMImageProcessorPil,
 )
 from transformers.models.gemma4 import image_processing_pil_gemma4
@@ -296,6 +297,8 @@ KIMI = {
     "video_token_id": 249,
     "tie_word_embeddings": False,
 }
+PREFIX = "paligemma"
+"""Its prompts have one image, and attend to all of themselves."""
 INPUTS = ("pixel_values", "pixel_attention_mask", "image_grid_thw", "image_position_ids", "image_sizes")
 INPUTS += ("spatial_shapes", "pixel_values_local", "num_local_patches", "patches_grid", "target_sizes")
 """What models take of what processors give."""
@@ -553,6 +556,17 @@ FAMILIES = {
         lambda: PixtralImageProcessorPil(size={"longest_edge": 112}, patch_size=28),
         _in_rows,
     ),
+    PREFIX: Family(
+        "paligemma",
+        {
+            "text_config": {"model_type": "gemma2", **TEXT, "sliding_window": 4096, "query_pre_attn_scalar": 16},
+            "vision_config": {"model_type": "siglip_vision_model", **SMALL_TOWER, "vision_use_head": False},
+            "image_token_index": IMAGE,
+            "projection_dim": 64,
+        },
+        partial(SiglipImageProcessorPil, size={"height": 56, "width": 56}),
+        lambda found: [[IMAGE] * 16] * len(found["pixel_values"]),
+    ),
     "gemma3": Family(
         "gemma3",
         {
@@ -623,18 +637,22 @@ def as_png(image: Image.Image) -> bytes:
     return buffer.getvalue()
 
 
-def expected_logprobs(name: str, model: PreTrainedModel, prompt: list[int], images: list[Image.Image]) -> torch.Tensor:
-    """Log-probabilities of the next token at each position of the expanded prompt."""
+def expected_logprobs(
+    name: str, model: PreTrainedModel, prompt: list[int], images: list[Image.Image], answer: Sequence[int] = ()
+) -> torch.Tensor:
+    """Log-probabilities of the next token at each position of the expanded prompt and the answer."""
     family = FAMILIES[name]
     found = dict(family.processor()(images, return_tensors="pt")) if images else {}
     placeholders = iter(family.placeholders(found) if images else [])
     tokens = list[int]()
     for token in prompt:
         tokens += next(placeholders) if token == IMAGE else [token]
-    ids = torch.tensor([tokens])
+    ids = torch.tensor([[*tokens, *answer]])
     kinds: dict[str, Any] = {}
     if name.startswith(("qwen", "glm", "gemma", "paddle")):
         kinds = {"token_type_ids" if name == "gemma3" else "mm_token_type_ids": (ids == IMAGE).int()}
+    if name == PREFIX:
+        kinds = {"token_type_ids": (torch.arange(ids.shape[1]) >= len(tokens)).int()[None]}
     if name == "gemma4_unified":  # whose forward alone has other masks than its generation
         masks = model.create_masks_for_generate
         kinds["attention_mask"] = masks(model.config, model.get_input_embeddings()(ids), None, None, None, **kinds)

@@ -1,6 +1,7 @@
 """The encoders of SigLIP (arXiv 2303.15343) and CLIP (arXiv 2103.00020), for images of one size.
 
-Two towers have little more: that of Gemma 3, and that of Idefics 3 (arXiv 2408.12637) and SmolVLM (arXiv 2504.05299).
+Three towers have little more: those of Gemma 3 and PaliGemma, and that of Idefics 3 (arXiv 2408.12637) and SmolVLM
+(arXiv 2504.05299).
 
 Shapes: B images, N patches, D width.
 """
@@ -172,6 +173,29 @@ class Gemma3Tower:
         grid = x_BND.transpose(1, 2).reshape(len(x_BND), -1, side, side)
         pooled = functional.avg_pool2d(grid, side // count).flatten(2).transpose(1, 2)
         return (self.norm(pooled) @ self.map).flatten(0, 1)
+
+
+MOST_WORDS = 512
+"""Tokens of a prompt of PaliGemma besides its image: it was trained with up to 512."""
+
+
+class PaliGemmaTower:
+    """The tower of PaliGemma 1 and 2 (arXiv 2407.07726, 2412.03555): the encoder's output through a map. All of a
+    prompt with an image attends to all of it."""
+
+    @classmethod
+    def read_config(cls, keys: ConfigKeys) -> Gemma3VisionConfig:
+        siglip = read_siglip(part(keys, "vision_config"))
+        longest, hidden_size = siglip.side**2 + MOST_WORDS, part(keys, "text_config").size("hidden_size", 2048)
+        return Gemma3VisionConfig(hidden_size=hidden_size, is_bidirectional=True, longest=longest, siglip=siglip)
+
+    def __init__(self, config: Gemma3VisionConfig, weights: WeightLoader) -> None:
+        self.siglip = Siglip(config.siglip, weights, tower_prefix(weights))
+        self.map = Affine(weights, "multi_modal_projector.linear", (config.hidden_size, config.siglip.width))
+
+    def __call__(self, image: Pixels) -> Tensor:
+        """The embeddings of an image, row by row."""
+        return self.map(self.siglip(normalised(image.pixels, image.mean, image.deviation))).flatten(0, 1)
 
 
 @dataclass(frozen=True, kw_only=True)

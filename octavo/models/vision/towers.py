@@ -25,7 +25,7 @@ from octavo.models.vision.naflex import LfmTower, PaddleOCRTower
 from octavo.models.vision.pixtral import LightOnTower, Mistral3Tower, PixtralTower
 from octavo.models.vision.qwen import ExaoneTower, Qwen2Tower, Qwen3Tower, Qwen25Tower
 from octavo.models.vision.sam import GotTower
-from octavo.models.vision.siglip import Gemma3Tower, Idefics3Tower
+from octavo.models.vision.siglip import Gemma3Tower, Idefics3Tower, PaliGemmaTower
 from octavo.models.vision.tower import Tower, VisionConfig, axes_tensor
 from octavo.quant.stored.stored_weight import WeightFormat
 from octavo.quant.tensors import Renamed, TensorSource
@@ -75,6 +75,7 @@ TOWERS: dict[str, Family] = {
     "MiniCPMV4_6ForConditionalGeneration": MiniCPMTower,
     "Mistral3ForConditionalGeneration": Mistral3Tower,
     "PaddleOCRVLForConditionalGeneration": PaddleOCRTower,
+    "PaliGemmaForConditionalGeneration": PaliGemmaTower,
     "QianfanOCRForConditionalGeneration": QianfanTower,
     "Qwen2VLForConditionalGeneration": Qwen2Tower,
     "Qwen2_5_VLForConditionalGeneration": Qwen25Tower,
