@@ -95,6 +95,7 @@ def _check(config: EngineConfig) -> int:
     from octavo.build.device_settings import resolve_device, resolve_kv_dtype, weight_format
     from octavo.models.encoder import EncoderConfig
     from octavo.models.meta_model import largest_stage, outline
+    from octavo.ops.device_backend import backend_of
     from octavo.runtime import memory
     from octavo.runtime.ranks.ranks import check_divides
     from octavo.weights.checkpoint import open_checkpoint
@@ -128,6 +129,7 @@ def _check(config: EngineConfig) -> int:
     if checkpoint.has_blocks and form.packs and device.type == "cpu":
         sizes = {"blocks": sum(part.stat().st_size for part in parts_of(path)) // config.model.num_ranks}
     left = (free // config.model.num_ranks if device.type == "cpu" else free) - sum(sizes.values())
+    left -= backend_of(device.type).peer_bytes(num_ranks)
     try:
         limits, budget = memory.plan_memory(
             config,

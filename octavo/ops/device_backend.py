@@ -199,6 +199,10 @@ class DeviceBackend:
         """A collective over memory that ranks map from each other; ``None`` if they cannot."""
         return None
 
+    def peer_bytes(self, num_ranks: int) -> int:
+        """Bytes of each rank that the others map."""
+        return 0
+
     def shared_memory(self) -> SharedMemory | None:
         """What ranks on this host share."""
         return None

@@ -21,6 +21,7 @@ from octavo.models.encoders import LoadedEncoder
 from octavo.models.meta_model import outline
 from octavo.models.multimodal_text import overridden_config
 from octavo.models.registry import LoadedModel, read_config
+from octavo.ops.device_backend import backend_of
 from octavo.plugins import GPU
 from octavo.quant.stored.stored_weight import WeightFormat, dtype_name
 from octavo.runtime import memory
@@ -132,6 +133,7 @@ def _placed(
         check_divides(model, settings, gpu)
         loaded = outlined(form, size)
         free = int(device.memory * cache.gpu_memory_utilization) - loaded.num_bytes
+        free -= backend_of(GPU).peer_bytes(size)
         limits, _ = memory.plan_memory(
             config, model, kv_dtype, form.dtype, GPU, weights=loaded.bytes_by_format, free=free, num_ranks=size
         )

@@ -90,5 +90,12 @@ class TritonBackend(DeviceBackend):
         addresses_W = mapped_buffers(host, buffer_bytes(host.size), device)
         return None if addresses_W is None else PeerCollective(addresses_W, host.rank)
 
+    def peer_bytes(self, num_ranks: int) -> int:
+        if num_ranks == 1 or self._absence is not None:
+            return 0
+        from octavo_kernels.triton.collective import buffer_bytes
+
+        return buffer_bytes(num_ranks)
+
 
 BACKEND = TritonBackend()

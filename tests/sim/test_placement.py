@@ -11,11 +11,14 @@ from octavo.cli import main
 from octavo.config import EngineConfig
 from octavo.engine.step_model import StepWork
 from octavo.errors import ConfigError
+from octavo.ops.device_backend import backend_of
+from octavo.plugins import GPU
 from octavo_fleet.sim.cost_model import Roofline
 from octavo_fleet.sim.devices import LINK_LATENCY, find_device
 from octavo_fleet.sim.placement import Placement, placements
 from octavo_fleet.sim.roofline import shape_of
 from octavo_fleet.sim.shapes import SHAPES
+from octavo_kernels.triton.collective import buffer_bytes
 
 H200 = find_device("h200")
 GIB = 1 << 30
@@ -33,10 +36,22 @@ def only(found: list[Placement], **values: object) -> Placement:
 
 def test_it_is_the_arithmetic_of_the_tables_of_the_docs() -> None:
     found = ways("llama-3.1-70b", 80, 2, kv_cache_dtype="bfloat16")
-    assert only(found, tensor_parallel_size=2, quantization="bfloat16").cached_tokens == 34_624
-    assert only(found, tensor_parallel_size=2, quantization="fp8").cached_tokens == 235_136
+    assert only(found, tensor_parallel_size=2, quantization="bfloat16").cached_tokens == 34_240
+    assert only(found, tensor_parallel_size=2, quantization="fp8").cached_tokens == 234_688
     assert only(found, tensor_parallel_size=1, quantization="int4").cached_tokens == 2 * 108_544
     assert "GiB more than there is" in str(only(found, tensor_parallel_size=1, quantization="bfloat16").problem)
+
+
+def test_memory_that_ranks_map_from_each_other_is_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of each rank, so that halves of it make one engine's cache smaller by as much as their keys take."""
+    settings = {"quantization": "fp8", "kv_cache_dtype": "bfloat16"}
+    found = only(ways("llama-3.1-8b", 80, 2, **settings), tensor_parallel_size=2).cached_tokens or 0
+    backend = backend_of(GPU)
+    assert backend.peer_bytes(2) >= 2 * 2 * 16 << 20
+    monkeypatch.setattr(backend, "peer_bytes", lambda num_ranks: 0)
+    without = only(ways("llama-3.1-8b", 80, 2, **settings), tensor_parallel_size=2).cached_tokens or 0
+    shape = shape_of(SHAPES["llama-3.1-8b"])
+    assert without - found == pytest.approx(buffer_bytes(2) / shape.kv_values_per_token, abs=64)
 
 
 def test_the_fastest_that_fit_are_first_and_every_engine_counts() -> None:
