@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -237,6 +238,19 @@ def test_columns_that_cut_groups_and_blocks_are_exact() -> None:
         weight = make(N, 384, 0)
         shards = [weight.shard(1, rank, 2) for rank in range(2)]
         assert torch.equal(torch.cat([shard.dense(FORM) for shard in shards], dim=1), weight.dense(FORM))
+
+
+@pytest.mark.parametrize("has_one", [True, False])
+def test_part_of_a_matrix_rounds_activations_as_the_whole_does(has_one: bool) -> None:
+    """Also where a rank's part of rows of several groups has one."""
+    columns = 64 if has_one else 32
+    for whole in (scaled(16, columns)(16, 64, 0), grouped(8, columns)(16, 64, 0)):
+        assert isinstance(whole, ScaledStored | GroupedStored)
+        assert not whole.shard(1, 0, 2).rounds_activations
+        for rank in range(2):
+            part = replace(whole, rounds_activations=True).shard(1, rank, 2)
+            assert part.shape == (16, 32)
+            assert part.rounds_activations == has_one
 
 
 def test_rows_of_whole_blocks_stay_in_blocks() -> None:

@@ -83,7 +83,9 @@ class GroupedStored(StoredWeight):
         own = shard_range(self.shape, dim, rank, size, unit=unit)
         if dim == 1:
             group = 1 if self.order_K is not None else math.gcd(self.group, own.start, own.stop)
-            return self._in_groups_of(group)._columns(own)
+            part = self._in_groups_of(group)._columns(own)
+            # What several groups of a row are multiplied by is not rounded, nor is it in a part with one of them.
+            return replace(part, rounds_activations=self.rounds_activations and self.scales_NG.shape[1] == 1)
         zeros = None if self.zeros_NG is None else self.zeros_NG[own.start : own.stop]
         codes, scales = (part[own.start : own.stop] for part in (self.codes_NK, self.scales_NG))
         return replace(self, codes_NK=codes, scales_NG=scales, zeros_NG=zeros)

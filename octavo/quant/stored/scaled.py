@@ -77,7 +77,9 @@ class ScaledStored(StoredWeight):
         narrow = math.gcd(width, own.start, own.stop)
         scales = self.scales.repeat_interleave(width // narrow, dim=1)
         scales = scales[:, own.start // narrow : own.stop // narrow].contiguous()
-        return replace(self, values_NK=self.values_NK[:, own.start : own.stop], scales=scales, block=(height, narrow))
+        part = replace(self, values_NK=self.values_NK[:, own.start : own.stop], scales=scales, block=(height, narrow))
+        # What several blocks of a row are multiplied by is not rounded, nor is it in a part with one of them.
+        return replace(part, rounds_activations=self.rounds_activations and width >= self.shape[1])
 
     def fill(self, out_NK: Tensor) -> None:
         K, device, (height, width) = self.shape[1], out_NK.device, self.block
