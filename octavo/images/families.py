@@ -175,6 +175,10 @@ def _qwen3(config: Mapping[str, Any], given: Mapping[str, Any]) -> ImageProcesso
     return dataclasses.replace(found, video=video)
 
 
+def _qwen3_omni(config: Mapping[str, Any], given: Mapping[str, Any]) -> ImageProcessor:
+    return _qwen(config, given, 16, scaling(given, HALF, HALF))
+
+
 def _glm4v(config: Mapping[str, Any], given: Mapping[str, Any]) -> ImageProcessor:
     found = _qwen(config, {"size": GLM_SIZE, **given}, 14, scaling(given, CLIP_MEAN, CLIP_DEVIATION))
     is_newer, video = config["architectures"][0] == "Glm46VForConditionalGeneration", config[VIDEO]
@@ -501,6 +505,7 @@ PROCESSORS: dict[str, Maker] = {
     "QianfanOCRForConditionalGeneration": _internvl,
     "Qwen2VLForConditionalGeneration": _qwen25,
     "Qwen2_5_VLForConditionalGeneration": _qwen25,
+    "Qwen3OmniMoeForConditionalGeneration": _qwen3_omni,
     "Qwen3VLForConditionalGeneration": _qwen3,
     "Qwen3VLMoeForConditionalGeneration": _qwen3,
     "Qwen3_5ForConditionalGeneration": _qwen3,

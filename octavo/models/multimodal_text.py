@@ -85,6 +85,7 @@ TEXT_MODELS: dict[str, tuple[str, Mapping[str, Any]]] = {
     "qwen2_vl_text": ("Qwen2ForCausalLM", {}),
     "qwen3": ("Qwen3ForCausalLM", {}),
     "qwen3_moe": ("Qwen3MoeForCausalLM", {}),
+    "qwen3_omni_moe_text": ("Qwen3MoeForCausalLM", {"norm_topk_prob": True}),
     "qwen3_5_moe_text": ("Qwen3_5MoeForCausalLM", {}),
     "qwen3_5_text": ("Qwen3_5ForCausalLM", {}),
     "qwen3_vl_moe_text": ("Qwen3MoeForCausalLM", {"norm_topk_prob": True}),
@@ -134,6 +135,7 @@ TEXT_PARTS: dict[str, str] = {
     "Qwen2_5_VLForConditionalGeneration": "qwen2_5_vl_text",
     "Qwen3_5ForConditionalGeneration": "qwen3_5_text",
     "Qwen3_5MoeForConditionalGeneration": "qwen3_5_moe_text",
+    "Qwen3OmniMoeForConditionalGeneration": "qwen3_omni_moe_text",
     "Qwen3VLForConditionalGeneration": "qwen3_vl_text",
     "Qwen3VLMoeForConditionalGeneration": "qwen3_vl_moe_text",
     "SmolVLMForConditionalGeneration": "llama",
@@ -149,12 +151,14 @@ PREFIXES = {
     "language_model.lm_head.": "lm_head.",
     "model.language_model.": "model.",
     "model.text_model.": "model.",
+    "thinker.model.": "model.",
+    "thinker.lm_head.": "lm_head.",
 }
 """Prefixes of the text part's weights, and the corresponding prefixes in a text-only checkpoint."""
 LEFT_OUT = re.compile(
-    r"(model\.)?(vision|vision_tower|vision_model|vision_encoder|vision_projection|visual|visual_embeddings_table|connector|"
+    r"((model|thinker)\.)?(vision|vision_tower|vision_model|vision_encoder|vision_projection|visual|visual_embeddings_table|connector|"
     r"multi_modal_projector|mm_projector|projector|mlp_AR|mlp1|patch_merge_mlp|merger|image_newline|image_tower|video_tower|audio_tower|embed_vision|"
-    r"embed_audio|vision_embedder|view_sep[ea]rator|sam_model|qwen2_model)\b"
+    r"embed_audio|vision_embedder|view_sep[ea]rator|sam_model|qwen2_model|talker|code2wav)\b"
 )
 """Names of the other parts."""
 OF_HEADS = re.compile(r"(lm_head|score|classifier)\.")

@@ -46,7 +46,11 @@ UNNAMED = {"deepseek_vl_v2": "DeepseekVLV2ForCausalLM"}
 
 
 def with_architecture(config: dict[str, Any]) -> dict[str, Any]:
-    """A configuration that names its architecture, if its ``model_type`` has one of ``UNNAMED``."""
+    """A configuration that names its architecture, if its ``model_type`` has one of ``UNNAMED``; of Qwen3-Omni that of
+    the part that reads and writes text, with what is said of the whole."""
+    if isinstance(thinker := config.get("thinker_config"), dict):
+        whole = ("architectures", "quantization_config")
+        return thinker | {key: config[key] for key in whole if key in config}
     name = UNNAMED.get(str(config.get("model_type")))
     return config if name is None or config.get("architectures") else {**config, "architectures": [name]}
 

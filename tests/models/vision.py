@@ -32,6 +32,8 @@ from transformers import (
     PreTrainedModel,
     ProcessorMixin,
     Qwen2VLImageProcessorPil,
+    Qwen3OmniMoeThinkerConfig,
+    Qwen3OmniMoeThinkerForConditionalGeneration,
     SiglipImageProcessorPil,
     SmolVLMImageProcessorPil,
 )
@@ -302,6 +304,37 @@ PREFIX = "paligemma"
 INPUTS = ("pixel_values", "pixel_attention_mask", "image_grid_thw", "image_position_ids", "image_sizes")
 INPUTS += ("spatial_shapes", "pixel_values_local", "num_local_patches", "patches_grid", "target_sizes")
 """What models take of what processors give."""
+
+
+def _omni() -> PreTrainedModel:
+    """The part of Qwen3-Omni that reads images and writes text."""
+    audio = {"d_model": 16, "encoder_layers": 1, "encoder_attention_heads": 2, "encoder_ffn_dim": 16}
+    config = Qwen3OmniMoeThinkerConfig(
+        text_config={
+            **TEXT,
+            "rope_parameters": {**ROPE, "mrope_interleaved": True},
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+        },
+        vision_config={**QWEN3_VISION, "depth": 3, "deepstack_visual_indexes": [0, 2]},
+        audio_config={**audio, "output_dim": 64, "downsample_hidden_size": 8, "num_mel_bins": 16},
+        image_token_id=IMAGE,
+    )
+    return Qwen3OmniMoeThinkerForConditionalGeneration._from_config(config, attn_implementation="eager")
+
+
+def _as_omni(folder: Path) -> None:
+    """Within the whole model, as it is published."""
+    config, stored = written_config(folder), load_file(folder / "model.safetensors")
+    whole = {"architectures": ["Qwen3OmniMoeForConditionalGeneration"], "model_type": "qwen3_omni_moe"}
+    (folder / "config.json").write_text(json.dumps({**whole, "thinker_config": config}))
+    names = {
+        name: name.replace("model.language_model.", "model.").replace("model.visual.", "visual.") for name in stored
+    }
+    save_file({f"thinker.{names[name]}": tensor for name, tensor in stored.items()}, folder / "model.safetensors")
+
+
 FAMILIES = {
     **TILED,
     **OCR,
@@ -347,6 +380,7 @@ FAMILIES = {
         QWEN3_PROCESSOR,
         of_grid,
     ),
+    "omni_qwen3": Family("", {}, QWEN3_PROCESSOR, of_grid, rewrite=_as_omni, model=_omni),
     "qwen3_5": Family(
         "qwen3_5",
         {
@@ -651,6 +685,8 @@ def expected_logprobs(
     kinds: dict[str, Any] = {}
     if name.startswith(("qwen", "glm", "gemma", "paddle")):
         kinds = {"token_type_ids" if name == "gemma3" else "mm_token_type_ids": (ids == IMAGE).int()}
+    if name == "omni_qwen3":  # it looks for tokens around images, which these prompts do not have
+        kinds = {"position_ids": _axial_positions(ids[0].tolist(), found.get("image_grid_thw", ()))}
     if name == PREFIX:
         kinds = {"token_type_ids": (torch.arange(ids.shape[1]) >= len(tokens)).int()[None]}
     if name == "gemma4_unified":  # whose forward alone has other masks than its generation
@@ -660,6 +696,16 @@ def expected_logprobs(
     with torch.inference_mode():
         logits: torch.Tensor = model(input_ids=ids, **kinds, **found).logits[0]
     return logits.float().log_softmax(dim=-1)
+
+
+def _axial_positions(ids: list[int], grids: Sequence[Any]) -> torch.Tensor:
+    """Time, row and column of each token, as in Qwen2-VL: [3, 1, T]."""
+    sizes, found, first = iter(grids), list[tuple[int, int, int]](), 0
+    while len(found) < len(ids):
+        rows, columns = (int(side) // 2 for side in next(sizes)[1:]) if ids[len(found)] == IMAGE else (1, 1)
+        found += [(first, first + row, first + column) for row in range(rows) for column in range(columns)]
+        first += max(rows, columns)
+    return torch.tensor(found).t()[:, None]
 
 
 def written_config(folder: Path) -> dict[str, Any]:

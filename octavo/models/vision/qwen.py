@@ -320,3 +320,16 @@ class Qwen3Tower(QwenTower):
                 weight = (row_share * column_share)[:, None]
                 found += self.place_table[row * side + column].float() * weight
         return found
+
+
+class Qwen3OmniTower(Qwen3Tower):
+    """The tower of Qwen3-Omni (arXiv 2509.17765), the same with other names."""
+
+    @staticmethod
+    def own_name(name: str) -> str:
+        """The name in Qwen3-VL."""
+        name = name.removeprefix("thinker.").replace(".merger_list.", ".deepstack_merger_list.")
+        name = name.replace(".ln_q.", ".norm.")
+        for number, own in ((0, "linear_fc1"), (2, "linear_fc2")):
+            name = name.replace(f".mlp.{number}.", f".{own}.")
+        return name
