@@ -63,10 +63,12 @@ class DecoderLayer:
         return self.before_attention
 
     def stream_norm(self, config: DecoderConfig, weights: WeightLoader, prefix: str, name: str | None) -> Norm | None:
-        """A norm of the residual stream, if it has one of this name."""
+        """A norm of the residual stream, or of what is added to it, if it has one of this name."""
         if name is None:
             return None
-        return weights.stream_norm(f"{prefix}.{name}", config.hidden_size, config.stream_eps, config.norm)
+        is_of_added = name in (config.names.after_attention, config.names.after_mlp)
+        eps = config.norm_eps if is_of_added else config.stream_eps
+        return weights.stream_norm(f"{prefix}.{name}", config.hidden_size, eps, config.norm)
 
     # Attention.
 

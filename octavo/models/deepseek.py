@@ -22,7 +22,7 @@ from octavo.layers.attention import latent_attention
 from octavo.layers.heads import StepAngles
 from octavo.models.config_keys import ConfigKeys, wrong
 from octavo.models.decoder import NO_WINDOWS, Decoder, read_decoder
-from octavo.models.decoder_layer import DecoderLayer
+from octavo.models.decoder_layer import DecoderLayer, FeedForward
 from octavo.models.layer_cache import LayerCacheSpec
 from octavo.models.loader import WeightLoader
 from octavo.models.moe import MoESettings, read_dense_first, read_experts
@@ -203,3 +203,24 @@ class YoutuForCausalLM(DeepseekV2ForCausalLM):
         tied = keys.flag("tie_word_embeddings", True)
         keys.pass_over("qk_head_dim", "embedding_initializer_range")
         return dataclasses.replace(read_latent(keys, max_len), tie_word_embeddings=tied)
+
+
+class AXK1Layer(DeepseekLayer):
+    def feed_forward(self, config: DecoderConfig, weights: WeightLoader, prefix: str, index: int) -> FeedForward:
+        after = "post_mlp_layernorm"
+        if isinstance(config.layers[index].mlp, ExpertsPart):
+            config = dataclasses.replace(config, names=config.names._replace(after_mlp=after))
+        else:  # checkpoints have it, and the model does not use it
+            weights.tensors.leave_out(f"{prefix}.{after}.")
+        return super().feed_forward(config, weights, prefix, index)
+
+
+class AXK1ForCausalLM(DeepseekV3ForCausalLM):
+    """A.X K1 (SK Telecom): DeepSeek-V3 with a norm of what experts give."""
+
+    layer_class = AXK1Layer
+
+    @classmethod
+    def read_config(cls, keys: ConfigKeys, max_len: int | None) -> DecoderConfig:
+        given = {key: value for key, value in keys.values.items() if value is not None}
+        return super().read_config(keys.over({"first_k_dense_replace": 1, **given}), max_len)

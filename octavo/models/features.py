@@ -65,6 +65,8 @@ OWN_KEYS: dict[str, dict[str, Any]] = {
         for name in ("LagunaForCausalLM", "MellumForCausalLM")
     },
     "Step3p5ForCausalLM": {"num_hidden_layers": 2, "layer_types": [SLIDING, FULL], "moe_layers_enum": "1"},
+    "GPTJForCausalLM": {"rotary_dim": 8},
+    "GPTNeoForCausalLM": {"num_layers": 2, "num_heads": 4},
     "LongcatFlashForCausalLM": {"num_layers": 2, "zero_expert_num": 2},
     "Mamba2ForCausalLM": {"num_heads": 4, "head_dim": 32, "expand": 2},
     **{name: {"shared_intermediate_size": 0} for name in MINIMAX},

@@ -1,4 +1,4 @@
-"""Gemma (arXiv 2403.08295) and Gemma 2 (arXiv 2408.00118).
+"""Gemma (arXiv 2403.08295), Gemma 2 (arXiv 2408.00118) and VaultGemma (arXiv 2510.15001).
 
 Norms multiply by 1 + weight, embeddings are scaled by the square root of their width, and the gates use GELU. Gemma 2
 adds norms after attention and MLP, soft caps for attention scores and logits, and a sliding window in every other
@@ -78,3 +78,12 @@ class Gemma2ForCausalLM(GemmaForCausalLM):
         windows = (read_layer_types(keys, lambda i: i % 2 == 0), keys.size("sliding_window", 4096))
         config = read_gemma(keys, max_len, windows=windows, names=NAMES)
         return with_softcaps(keys, config, softcap=50.0, final_softcap=30.0)
+
+
+class VaultGemmaForCausalLM(Gemma2ForCausalLM):
+    """Gemma 2 without norms of what is added."""
+
+    @classmethod
+    def read_config(cls, keys: ConfigKeys, max_len: int | None) -> DecoderConfig:
+        names = NAMES._replace(after_attention=None, after_mlp=None)
+        return dataclasses.replace(super().read_config(keys, max_len), names=names)

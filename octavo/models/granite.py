@@ -1,4 +1,5 @@
 """Granite (IBM): Llama with factors of embeddings, attention, residuals and logits; with experts, windows or neither.
+HyperCLOVA X SEED (Naver) is like it.
 
 The variants with windows have attention sinks, and a rotary base for each layer, 0 for layers without positions.
 """
@@ -6,12 +7,13 @@ The variants with windows have attention sinks, and a rotary base for each layer
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 from octavo.models.config import read_layer_types
 from octavo.models.config_keys import ConfigKeys, wrong
 from octavo.models.decoder import Decoder, read_decoder
 from octavo.models.moe import read_experts
-from octavo.models.parts import DecoderConfig, ExpertsPart
+from octavo.models.parts import DecoderConfig, ExpertsPart, Names
 from octavo.models.rope import rope_values
 from octavo.ops.moe import Routing
 
@@ -27,8 +29,9 @@ def with_factors(keys: ConfigKeys, config: DecoderConfig) -> DecoderConfig:
     return config.with_attention(scale=keys.number("attention_multiplier", 1.0))
 
 
-def with_experts(keys: ConfigKeys, config: DecoderConfig, shared_size: int) -> DecoderConfig:
-    """With experts in every layer, and a shared one of ``shared_size``, 0: none."""
+def with_experts(keys: ConfigKeys, config: DecoderConfig, shared_size: int, **names: Any) -> DecoderConfig:
+    """With experts in every layer, and a shared one of ``shared_size``, 0: none; ``names``: other ones in
+    ``ExpertsPart``."""
     moe = read_experts(
         keys, config, count_keys=("num_local_experts",), num_chosen=2, normalises=True, shared_size=shared_size
     )
@@ -44,7 +47,7 @@ def with_experts(keys: ConfigKeys, config: DecoderConfig, shared_size: int) -> D
     if keys.flag("has_separate_gates"):  # as in GGUF files
         gates = ("shared_mlp.gate_proj", "shared_mlp.up_proj")
         part = dataclasses.replace(part, experts="block_sparse_moe.experts", stacked=None, shared=gates)
-    return config.with_experts(part)
+    return config.with_experts(dataclasses.replace(part, **names))
 
 
 def with_windows(keys: ConfigKeys, max_len: int | None) -> DecoderConfig:
@@ -87,3 +90,24 @@ class GraniteMoeSharedForCausalLM(Decoder):
     def read_config(cls, keys: ConfigKeys, max_len: int | None) -> DecoderConfig:
         shared_size = keys.size("shared_intermediate_size", 0, low=0)
         return with_experts(keys, with_factors(keys, read_decoder(keys, max_len, mlp_bias=False)), shared_size)
+
+
+class GraniteMoeSWAForCausalLM(Decoder):
+    @classmethod
+    def read_config(cls, keys: ConfigKeys, max_len: int | None) -> DecoderConfig:
+        config = with_factors(keys, with_windows(keys, max_len))
+        shared_size = keys.size("shared_intermediate_size", 0, low=0)
+        names = {"router": "block_sparse_moe.router", "experts": "block_sparse_moe.experts"}
+        return with_experts(keys, config, shared_size, **names, stacked=("gate_up_proj", "down_proj"))
+
+
+class HyperCLOVAXForCausalLM(Decoder):
+    """Logits are multiplied by their factor, and layers may have norms of what they add."""
+
+    @classmethod
+    def read_config(cls, keys: ConfigKeys, max_len: int | None) -> DecoderConfig:
+        names = Names(after_attention="post_norm1", after_mlp="post_norm2")
+        config = read_decoder(keys, max_len, names=names if keys.flag("use_post_norm", True) else None)
+        scale = keys.number("attention_multiplier", config.head_dim**-0.5)
+        logit_scale = keys.number("logits_scaling", 1.0)
+        return dataclasses.replace(with_factors(keys, config), logit_scale=logit_scale).with_attention(scale=scale)

@@ -1,6 +1,6 @@
-"""Llama (arXiv 2302.13971 and 2407.21783), models of the same architecture, and CWM (arXiv 2510.02387).
+"""Llama (arXiv 2302.13971 and 2407.21783), models of the same architecture, CWM (arXiv 2510.02387), Helium (Kyutai).
 
-CWM has sliding windows in three of four layers.
+CWM has sliding windows in three of four layers; Helium rotates adjacent pairs.
 """
 
 from __future__ import annotations
@@ -33,3 +33,10 @@ class CwmForCausalLM(Decoder):
         spans = (types, keys.size("sliding_window", 8192))
         rope = rope_values(keys) or CWM_ROPE
         return read_decoder(keys, max_len, eps=1e-5, head_dim=128, rope=rope, windows=spans, has_bias=False)
+
+
+class HeliumForCausalLM(Decoder):
+    @classmethod
+    def read_config(cls, keys: ConfigKeys, max_len: int | None) -> DecoderConfig:
+        config = read_decoder(keys, max_len, eps=1e-8, head_dim=128, theta=100_000.0)
+        return config.with_attention(is_adjacent=True, has_output_bias=False)

@@ -195,6 +195,8 @@ class WeightLoader:
         """A normalisation of the residual stream."""
         if part.is_layer_norm:
             return self.layer_norm(name, size, eps, part)
+        if not part.has_weight:
+            return RMSNorm(torch.ones(size, dtype=self.form.dtype, device=self.form.device), eps)
         return self.norm(name, size, eps, part.offset)
 
     def norm_weight(self, name: str, size: int, offset: float) -> Tensor:

@@ -1,14 +1,17 @@
-"""Decoders from before Llama, with LayerNorms: GPT-NeoX, Falcon, OPT, BLOOM, MPT, StarCoder 2, StableLM and Phi.
+"""Decoders from before Llama, with LayerNorms: GPT-NeoX, GPT-J, GPT-Neo, Falcon, OPT, BLOOM, MPT, StarCoder, Phi.
 
 GPT-NeoX (arXiv 2204.06745) and Falcon (arXiv 2311.16867) fuse queries, keys and values head by head, OPT (arXiv
 2205.01068) has learned positions, StarCoder 2 (arXiv 2402.19173) and StableLM 2 (arXiv 2402.17834) are close to Llama.
 BLOOM (arXiv 2211.05100), MPT (MosaicML) and the first Falcons have biases by distance instead of positions (ALiBi).
+The first StarCoder (arXiv 2305.06161) and GPT-Neo (EleutherAI) have GPT-2's positions, and the latter windows in every
+other layer.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from functools import partial
+from typing import Any
 
 import numpy as np
 from torch import Tensor
@@ -24,6 +27,13 @@ from octavo.models.rope import rope_values
 from octavo.quant.stored.stored_weight import Order
 
 LAYER_NORM = NormPart(is_layer_norm=True)
+SUMMARIES = tuple(f"summary_{name}" for name in ("activation", "first_dropout", "proj_to_labels", "type", "use_proj"))
+"""Keys of heads that none of these has."""
+RUNNER = (
+    *("inference_runner", "max_batch_size", "max_sequence_length", "pad_key_length", "pre_allocate_kv_cache"),
+    "validate_runner_input",
+)
+"""Keys of StarCoder's own inference code."""
 read_older = partial(read_decoder, eps=1e-5, activations=PLAIN_ACTIVATIONS, norm=LAYER_NORM)
 """``read_decoder`` with the defaults of these families: LayerNorms, and feed-forward layers without gates."""
 
@@ -342,3 +352,111 @@ class PhiForCausalLM(Decoder):
             names=PHI,
         )
         return dataclasses.replace(config, is_parallel=True, has_head_bias=True)
+
+
+GPT = Names(
+    embedding="transformer.wte",
+    layers="transformer.h",
+    norm="transformer.ln_f",
+    queries=("attn.q_proj", "attn.k_proj", "attn.v_proj"),
+    output="attn.out_proj",
+    before_attention="ln_1",
+    before_mlp="ln_2",
+    ups=("mlp.c_fc",),
+    down="mlp.c_proj",
+)
+
+
+def read_gpt(keys: ConfigKeys, max_len: int | None, names: Names, has_bias: bool, **more: Any) -> DecoderConfig:
+    """Read what has GPT-2's keys; ``more`` goes to ``read_decoder``."""
+    hidden_size = keys.size("n_embd")
+    values = {
+        **keys.values,
+        "hidden_size": hidden_size,
+        "num_attention_heads": keys.size("n_head"),
+        "num_hidden_layers": keys.size("n_layer"),
+        "intermediate_size": keys.size("n_inner", 4 * hidden_size),
+        "max_position_embeddings": keys.size("n_positions", 1024),
+    }
+    return read_older(
+        keys.over({**values, **more.pop("values", {})}),
+        max_len,
+        eps_key="layer_norm_epsilon",
+        activation_key="activation_function",
+        has_bias=has_bias,
+        mlp_bias=True,
+        names=names,
+        **more,
+    )
+
+
+def with_learned_positions(config: DecoderConfig, name: str) -> DecoderConfig:
+    """With an embedding of each position, and no rotation."""
+    config = dataclasses.replace(config.with_attention(rope=None), ropes=())
+    return dataclasses.replace(config, num_positions=config.max_position_embeddings, positions=name)
+
+
+class GPTJForCausalLM(Decoder):
+    @classmethod
+    def read_config(cls, keys: ConfigKeys, max_len: int | None) -> DecoderConfig:
+        names = GPT._replace(before_mlp="ln_1", ups=("mlp.fc_in",), down="mlp.fc_out")
+        keys.pass_over("n_ctx", "rotary", "scale_attn_weights", *SUMMARIES)
+        config, width = (
+            read_gpt(keys, max_len, names, has_bias=False, activation="gelu_new"),
+            keys.size("rotary_dim", 64),
+        )
+        if width % 2 or width > config.head_dim:
+            raise wrong("rotary_dim", width, f"an even number, at most that of a head, {config.head_dim}")
+        config = dataclasses.replace(config, ropes=(config.rope({}, max_len, width),))
+        return dataclasses.replace(config.with_attention(is_adjacent=True), is_parallel=True, has_head_bias=True)
+
+
+class GPTBigCodeForCausalLM(Decoder):
+    layer_class = FusedLayer
+
+    @classmethod
+    def read_config(cls, keys: ConfigKeys, max_len: int | None) -> DecoderConfig:
+        names = GPT._replace(queries=("attn.c_attn",), output="attn.c_proj")
+        count = 1 if keys.flag("multi_query", True) else keys.size("n_head")
+        keys.pass_over("attention_softmax_in_fp32", "scale_attention_softmax_in_fp32", *SUMMARIES, *RUNNER)
+        values = {"num_key_value_heads": count}
+        activation = "gelu_pytorch_tanh"
+        config = read_gpt(keys, max_len, names, has_bias=True, tied=True, activation=activation, values=values)
+        scale = config.head_dim**-0.5 if keys.flag("scale_attn_weights", True) else 1.0
+        return with_learned_positions(config.with_attention(scale=scale), "transformer.wpe")
+
+
+class GPTNeoForCausalLM(Decoder):
+    @classmethod
+    def read_config(cls, keys: ConfigKeys, max_len: int | None) -> DecoderConfig:
+        count, hidden_size = keys.size("num_layers", 24), keys.size("hidden_size")
+        given = keys.get("attention_types", [[["global", "local"], count // 2]])
+        try:
+            kinds = [kind for part, times in given for _ in range(times) for kind in part]
+        except (TypeError, ValueError):
+            kinds = []
+        if len(kinds) != count or not set(kinds) <= {"global", "local"}:
+            raise wrong("attention_types", given, f"lists of global and local with their repetitions, {count} in all")
+        keys.pass_over("attention_layers", "classifier_dropout", "embed_dropout", "resid_dropout", *SUMMARIES)
+        values = {
+            **keys.values,
+            "num_attention_heads": keys.size("num_heads", 16),
+            "num_hidden_layers": count,
+            "intermediate_size": keys.size("intermediate_size", 4 * hidden_size),
+        }
+        names = ("q_proj", "k_proj", "v_proj")
+        config = read_older(
+            keys.over(values),
+            max_len,
+            tied=True,
+            eps_key="layer_norm_epsilon",
+            activation_key="activation_function",
+            activation="gelu_new",
+            windows=([SLIDING if kind == "local" else FULL for kind in kinds], keys.size("window_size", 256)),
+            has_bias=False,
+            mlp_bias=True,
+            names=GPT._replace(
+                queries=tuple(f"attn.attention.{name}" for name in names), output="attn.attention.out_proj"
+            ),
+        )
+        return with_learned_positions(config.with_attention(scale=1.0, has_output_bias=True), "transformer.wpe")

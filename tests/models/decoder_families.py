@@ -213,6 +213,48 @@ ROWS: dict[str, tuple[str, dict[str, Any]]] = {
         | {"num_layers": 2, "ffn_hidden_size": 48, "moe_topk": 4, "n_routed_experts": 6, "zero_expert_num": 3}
         | {"expert_ffn_hidden_size": 24, "routed_scaling_factor": 1.7},
     ),
+    "helium/adjacent": ("helium", {"head_dim": 8, "attention_bias": True, "mlp_bias": True}),
+    "hyperclovax/normed": ("hyperclovax", {**GRANITE, "rms_norm_eps": 1e-2, "tie_word_embeddings": True}),
+    "hyperclovax/plain": ("hyperclovax", {**GRANITE, "use_post_norm": False, "attention_bias": True}),
+    "granitemoe_swa/sinks": (
+        "granitemoe_swa",
+        {**GRANITE_MOE, "sliding_window": 9, "layer_rope_theta": [0, 100.0], "shared_intermediate_size": 40},
+    ),
+    "vaultgemma/capped": (
+        "vaultgemma",
+        {"head_dim": 16, "sliding_window": 7, "query_pre_attn_scalar": 9, "attn_logit_softcapping": 3.0}
+        | {"final_logit_softcapping": 5.0},
+    ),
+    "jais2/biases": ("jais2", {"head_dim": 16}),
+    "nanochat/other_way_round": ("nanochat", {"num_attention_heads": 4, "final_logit_softcapping": 5.0}),
+    "axk1/normed_experts": (
+        "axk1",
+        {**DEEPSEEK, "n_group": 4, "topk_group": 2, "mlp_layer_types": ["dense", "sparse", "sparse"]},
+    ),
+    "minicpm/factors": ("minicpm", {**GRANITE, "attention_multiplier": 8**-0.5, "tie_word_embeddings": False}),
+    "minicpm3/factors": (
+        "minicpm3",
+        {key: value for key, value in DEEPSEEK.items() if key not in ROUTED}
+        | {"scale_emb": 3, "scale_depth": 0.9, "dim_model_base": 12, "rms_norm_eps": 1e-4},
+    ),
+    "flint/sinks": (
+        "flint",
+        {**EXPERTS, "head_dim": 16, "sliding_window": 9, "layer_types": ["full_attention", *SLIDES]}
+        | {"mlp_only_layers": [0], "shared_expert_intermediate_size": 40},
+    ),
+    "gptj/adjacent": ("gptj", {"rotary_dim": 4, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 400}),
+    "gpt_bigcode/one_kv_head": (
+        "gpt_bigcode",
+        {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 400, "n_inner": 40},
+    ),
+    "gpt_bigcode/all_kv_heads": (
+        "gpt_bigcode",
+        {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 400, "multi_query": False},
+    ),
+    "gpt_neo/windows": (
+        "gpt_neo",
+        {"num_layers": 2, "num_heads": 4, "attention_types": [[["global", "local"], 1]], "window_size": 9},
+    ),
     "step3p5/limited": (
         "step3p5",
         {"num_key_value_heads": 2, "n_routed_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 24}

@@ -435,6 +435,12 @@ NIGHTLY_ROWS = (
     "mellum/windows",
     "youtu/latent",
     "laguna/gated_numbers",
+    "helium/adjacent",
+    "jais2/biases",
+    "vaultgemma/capped",
+    "granitemoe_swa/sinks",
+    "minicpm/factors",
+    "flint/sinks",
 )
 """Rows that differ little from others."""
 EVERY_ROW = [row if row in (*OWN_ROWS, *FIRST_ROWS) and row not in NIGHTLY_ROWS else nightly(row) for row in ROWS]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from transformers import (
@@ -11,6 +11,8 @@ from transformers import (
     AutoModelForCausalLM,
     Glm4MoeConfig,
     Glm4MoeForCausalLM,
+    GraniteConfig,
+    GraniteForCausalLM,
     Mistral4Config,
     Mistral4ForCausalLM,
     Step3p7PreTrainedModel,
@@ -56,6 +58,27 @@ class BailingMoeV2ForCausalLM(Glm4MoeForCausalLM):
     config_class = BailingMoeV2Config
 
 
+class MiniCPMConfig(GraniteConfig):
+    """MiniCPM computes what Granite does, whose factors it has by other keys."""
+
+    model_type = "minicpm"
+
+    def to_dict(self) -> dict[str, Any]:
+        found = super().to_dict()
+        width, count = self.hidden_size, self.num_hidden_layers
+        of_granite = ("embedding_multiplier", "residual_multiplier", "logits_scaling", "attention_multiplier")
+        embedding, residual, logits, _ = (found.pop(key) for key in of_granite)
+        return found | {
+            "scale_emb": embedding,
+            "scale_depth": residual * count**0.5,
+            "dim_model_base": width / logits,
+        }
+
+
+class MiniCPMForCausalLM(GraniteForCausalLM):
+    config_class = MiniCPMConfig
+
+
 LING = {
     "mlp.gate.expert_bias": "mlp.gate.e_score_correction_bias",
     "model.word_embeddings.": "model.embed_tokens.",
@@ -70,6 +93,8 @@ def register() -> None:
     """Tell the library of them, and of the names in their checkpoints."""
     AutoModelForCausalLM.register(Mistral4Config, Mistral4ForCausalLM, exist_ok=True)
     AutoModelForCausalLM.register(Step3p7TextConfig, Step3p5ForCausalLM, exist_ok=True)
+    AutoConfig.register("minicpm", MiniCPMConfig, exist_ok=True)
+    AutoModelForCausalLM.register(MiniCPMConfig, MiniCPMForCausalLM, exist_ok=True)
     AutoConfig.register("bailing_moe_v2", BailingMoeV2Config, exist_ok=True)
     AutoModelForCausalLM.register(BailingMoeV2Config, BailingMoeV2ForCausalLM, exist_ok=True)
     of_step = [
