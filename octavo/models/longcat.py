@@ -48,6 +48,10 @@ class LongcatConfig(DeepseekConfig):
     """Of normed latents."""
 
     @property
+    def has_stages(self) -> bool:
+        return False  # halves of a layer have names in common
+
+    @property
     def num_stored_layers(self) -> int:
         return self.num_layers // 2
 

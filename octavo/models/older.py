@@ -374,6 +374,7 @@ def read_gpt(keys: ConfigKeys, max_len: int | None, names: Names, has_bias: bool
         **keys.values,
         "hidden_size": hidden_size,
         "num_attention_heads": keys.size("n_head"),
+        "num_key_value_heads": keys.size("n_head"),
         "num_hidden_layers": keys.size("n_layer"),
         "intermediate_size": keys.size("n_inner", 4 * hidden_size),
         "max_position_embeddings": keys.size("n_positions", 1024),
@@ -441,6 +442,7 @@ class GPTNeoForCausalLM(Decoder):
         values = {
             **keys.values,
             "num_attention_heads": keys.size("num_heads", 16),
+            "num_key_value_heads": keys.size("num_heads", 16),
             "num_hidden_layers": count,
             "intermediate_size": keys.size("intermediate_size", 4 * hidden_size),
         }
