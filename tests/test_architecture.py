@@ -42,7 +42,7 @@ BASE: list[set[str]] = [
 DECIDING: list[set[str]] = [{"grammar"}, {"text", "cache"}, {"engine", "images"}]
 EXECUTING: list[set[str]] = [{"ops"}, {"quant"}, {"layers"}, {"models"}, {"runtime"}]
 BUILD: list[set[str]] = [{"build"}, {"rank_process"}]
-SURFACES: list[set[str]] = [{"client", "llm", "ray"}, {"cli"}, {"__main__", "__init__"}]
+SURFACES: list[set[str]] = [{"client", "llm", "ray"}, {"cli", "train"}, {"__main__", "__init__"}]
 COLUMNS = {"base": BASE, "deciding": DECIDING, "executing": EXECUTING, "build": BUILD, "surfaces": SURFACES}
 BELOW = {
     "base": set[str](),

@@ -120,8 +120,8 @@ def build_engine(
         backend: EngineBackend = plugins.load(plugins.ENGINE_BACKENDS, config.model.backend)
         return backend.build(config, on_lost)
     phases = Phases()
-    device, path, checkpoint = _open(config.model)
-    config, model_config, form = _read_model(config, path, checkpoint, device)
+    device, path, checkpoint = open_model(config.model)
+    config, model_config, form = read_model(config, path, checkpoint, device)
     generation = _generation(config.model, checkpoint, path, model_config)
     grammars = make_grammars(config.model, path, generation[0], expects_grammars)
     phases.done("device and checkpoint")
@@ -225,8 +225,8 @@ def build_rank(
     ``check`` is called while it waits for other stages. ``settle`` is given the free bytes when the weights are loaded,
     and returns the limits for which to allocate memory.
     """
-    device, path, checkpoint = _open(config.model)
-    config, model_config, form = _read_model(config, path, checkpoint, device)
+    device, path, checkpoint = open_model(config.model)
+    config, model_config, form = read_model(config, path, checkpoint, device)
     kv_dtype = resolve_kv_dtype(config.cache.kv_cache_dtype, form, model_config.cache)
     pooling = read_pooling(path, config.model.pooling_type, is_encoder=False)
     method = parse_speculative_config(config.speculative.speculative_config)
@@ -385,7 +385,7 @@ def _connect_blocks(
     return WeightMessages(runner, model, forms, WeightGroup(storage.device), settings.role)
 
 
-def _read_model(
+def read_model(
     config: EngineConfig, path: Path, checkpoint: Checkpoint, device: torch.device
 ) -> tuple[EngineConfig, ModelConfig, WeightFormat]:
     """The settings as they apply to the model, its configuration, checked, and the format of its weights."""
@@ -513,7 +513,7 @@ def _speculation(method: Method) -> Speculation:
     return Speculation(proposer, most, choice)
 
 
-def _open(settings: ModelSettings) -> tuple[torch.device, Path, Checkpoint]:
+def open_model(settings: ModelSettings) -> tuple[torch.device, Path, Checkpoint]:
     """The device, prepared, and the checkpoint in its folder."""
     device = prepared_device(settings)
     if settings.backend in WITHOUT_MODEL:

@@ -63,10 +63,8 @@ class JointNorms:
         self.queries, self.keys, self.heads = queries, keys, heads
 
     def __call__(self, qkv_TW: Tensor, angles: Angles, step: StepAngles) -> tuple[Tensor, Angles]:
-        q_TW, k_TW, _ = qkv_TW.split_with_sizes(self.heads.sizes, dim=-1)
-        q_TW.copy_(self.queries(q_TW))
-        k_TW.copy_(self.keys(k_TW))
-        return qkv_TW, angles
+        q_TW, k_TW, v_TW = qkv_TW.split_with_sizes(self.heads.sizes, dim=-1)
+        return ops.concat(self.queries(q_TW), self.keys(k_TW), v_TW), angles
 
 
 class OwnNorms:

@@ -188,4 +188,4 @@ class Decoder:
         """Logits of the next token [R, V], for rows returned by ``forward``."""
         logits_RV = self.head.of_normed(x_RD, self.norm)
         cap = self.config.final_softcap
-        return logits_RV.div_(cap).tanh_().mul_(cap) if cap else logits_RV
+        return ops.softcap(logits_RV, cap) if cap else logits_RV

@@ -8,6 +8,7 @@ from octavo.ops.activation import (
     scaled,
     sigmoid_and_mul,
     silu_and_mul,
+    softcap,
     squared_relu,
 )
 from octavo.ops.attention import (

@@ -101,3 +101,12 @@ def scaled(x_TN: Tensor, factor: float | Tensor, addend_TN: Tensor | None = None
     wide = torch.promote_types(x_TN.dtype, torch.float32)
     product = x_TN.to(wide) * factor
     return (product if addend_TN is None else product + addend_TN.to(wide)).to(x_TN.dtype)
+
+
+# ---- softcap: A smooth limit of logits (Gemma 2, arXiv 2408.00118). Shapes: R rows, V vocabulary.
+
+
+@op
+def softcap(logits_RV: Tensor, cap: float) -> Tensor:
+    """``cap * tanh(logits / cap)``; overwrites and returns the logits."""
+    return logits_RV.div_(cap).tanh_().mul_(cap)

@@ -260,7 +260,7 @@ class DenseStored(StoredWeight):
         return DenseStored((self._one().narrow(dim, own.start, len(own)),))
 
     def fill(self, out_NK: Tensor) -> None:
-        for rows, part in zip(out_NK.split_with_sizes([len(part) for part in self.parts]), self.parts, strict=True):
+        for rows, part in zip(row_parts(out_NK, [len(part) for part in self.parts]), self.parts, strict=True):
             rows.copy_(part)
 
     def dense(self, form: WeightFormat) -> Tensor:
@@ -316,9 +316,15 @@ def row_slices(shape: tuple[int, int]) -> Iterator[slice]:
     return (slice(start, min(start + step, rows)) for start in range(0, rows, step))
 
 
+def row_parts(matrix_NK: Tensor, sizes: Sequence[int]) -> Iterator[Tensor]:
+    """Views of so many rows each, one after the other; not those of one split, to which autograd lets nobody write."""
+    ends = itertools.accumulate(sizes)
+    return (matrix_NK[end - size : end] for size, end in zip(sizes, ends, strict=True))
+
+
 def fill(matrix_NK: Tensor, parts: Sequence[StoredWeight]) -> None:
     """Write the rows of these parts, concatenated, to a dense matrix."""
-    for rows, part in zip(matrix_NK.split_with_sizes([part.shape[0] for part in parts]), parts, strict=True):
+    for rows, part in zip(row_parts(matrix_NK, [part.shape[0] for part in parts]), parts, strict=True):
         part.fill(rows)
 
 
