@@ -74,11 +74,12 @@ class OwnNorms:
         self.weights, self.eps, self.heads = (queries_NH, keys_KH), eps, heads
 
     def __call__(self, qkv_TW: Tensor, angles: Angles, step: StepAngles) -> tuple[Tensor, Angles]:
-        for part_TW, weight_NH in zip(qkv_TW.split_with_sizes(self.heads.sizes, dim=-1), self.weights, strict=False):
-            x_TNH = part_TW.reshape(len(part_TW), *weight_NH.shape).float()
+        parts = list(qkv_TW.split_with_sizes(self.heads.sizes, dim=-1))
+        for i, weight_NH in enumerate(self.weights):
+            x_TNH = parts[i].reshape(len(qkv_TW), *weight_NH.shape).float()
             normed_TNH = functional.layer_norm(x_TNH, x_TNH.shape[-1:], eps=self.eps) * weight_NH.float()
-            part_TW.copy_(normed_TNH.flatten(1))
-        return qkv_TW, angles
+            parts[i] = normed_TNH.flatten(1).to(qkv_TW.dtype)
+        return ops.concat(*parts), angles
 
 
 class LateNorms:
@@ -89,14 +90,14 @@ class LateNorms:
 
     def __call__(self, qkv_TW: Tensor, angles: Angles, step: StepAngles) -> tuple[Tensor, Angles]:
         H = self.heads.head_dim
-        q_TW, k_TW, _ = qkv_TW.split_with_sizes(self.heads.sizes, dim=-1)
+        q_TW, k_TW, v_TW = qkv_TW.split_with_sizes(self.heads.sizes, dim=-1)
         q_TNH, k_TKH = (part.reshape(len(part), -1, H) for part in (q_TW, k_TW))
         cos_TR, sin_TR = angles
         if cos_TR is not None and sin_TR is not None:
             q_TNH, k_TKH = ops.apply_rope(q_TNH, k_TKH, cos_TR, sin_TR)
-        q_TW.copy_(self.queries(q_TNH.reshape(-1, H)).reshape(q_TW.shape))
-        k_TW.copy_(self.keys(k_TKH.reshape(-1, H)).reshape(k_TW.shape))
-        return qkv_TW, UNROTATED
+        q_TW = self.queries(q_TNH.reshape(-1, H)).reshape(q_TW.shape)
+        k_TW = self.keys(k_TKH.reshape(-1, H)).reshape(k_TW.shape)
+        return ops.concat(q_TW, k_TW, v_TW), UNROTATED
 
 
 class ScaledQueries:
