@@ -146,8 +146,8 @@ class Policy:
 def forward(policy: Policy, sequences: Sequence[Sequence[int]], *, temperature: float = 1.0) -> list[Tensor]:
     """Log-probabilities of each sequence's tokens but the first, given those before them: float32, with gradients.
 
-    They are divided by the ``temperature`` before the softmax, as with ``logprobs_mode`` "processed_logprobs". They have
-    the bits that an engine with these weights reports: while sampling, and of a prompt. Raises ``InvalidParameter``.
+    Logits are divided by the ``temperature``, as with ``logprobs_mode`` "processed_logprobs". The bits are those that an
+    engine with these weights reports, while sampling and of a prompt. Raises ``InvalidParameter``.
     """
     if not temperature > 0:
         raise InvalidParameter("temperature", f"'temperature' must be above 0, not {temperature}.")
