@@ -30,8 +30,8 @@ def recorded(name: str, run: Callable[..., Any]) -> Callable[..., Any]:
     The function raises ``NotImplementedError`` if a gradient is needed of an op without a backward pass.
     """
 
-    protect = OVERWRITE.get(name)
-    keep = run if protect is None else lambda *args: run(*protect(*args))
+    def keep(*args: Any, **kwargs: Any) -> Any:
+        return run(*(OVERWRITE[name](*args) if name in OVERWRITE else args), **kwargs)
 
     def call(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
@@ -157,7 +157,7 @@ def _attention(
 ) -> Tensor:
     """Of whole sequences, whose keys and values are all in ``qkv``."""
     q_TNH, k_TKH, v_TKH = (
-        part_TX.unflatten(1, (-1, heads.head_dim)) for part_TX in qkv_TW.split_with_sizes(heads.sizes, dim=1)
+        part_TX.reshape(len(part_TX), -1, heads.head_dim) for part_TX in qkv_TW.split_with_sizes(heads.sizes, dim=1)
     )
     if heads.q_norm_H is not None:
         q_TNH = ops.rms_norm.reference(q_TNH, heads.q_norm_H, heads.norm_eps)
@@ -166,31 +166,22 @@ def _attention(
     if cos_TR is not None and sin_TR is not None:
         q_TNH, k_TKH = ops.apply_rope.reference(q_TNH, k_TKH, cos_TR, sin_TR)
     lengths = rows.seq_lens_S.tolist()
-    parts = zip(*(x.split(lengths) for x in (q_TNH, k_TKH, v_TKH)), strict=True)
-    return torch.cat([_of_sequence(*(x.transpose(0, 1) for x in part), heads) for part in parts])
+    parts = zip(*(torch.split(x, lengths) for x in (q_TNH, k_TKH, v_TKH)), strict=True)
+    return torch.cat(
+        [_of_sequence(q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1), heads) for q, k, v in parts]
+    )
 
 
 def _of_sequence(q_NLH: Tensor, k_KLH: Tensor, v_KLH: Tensor, heads: HeadLayout) -> Tensor:
-    """Causal attention within one sequence, [L, N * H]; one of torch's kernels unless scores are capped."""
+    """Causal attention within one sequence, [L, N * H]; by a kernel of torch, except for what those do not have."""
     L, group = q_NLH.shape[1], heads.num_heads // heads.num_kv_heads
-    positions_L = torch.arange(L, device=q_NLH.device)
-    distance_LL = positions_L.unsqueeze(1) - positions_L
-    is_hidden_LL = distance_LL < 0
-    if heads.window:
-        is_hidden_LL |= distance_LL >= heads.window
-    is_plain = not heads.window and heads.slopes_N is None
-    bias_NLL = q_NLH.new_zeros(1, L, L) if not is_plain or heads.softcap or heads.sinks_N is not None else None
-    if bias_NLL is not None:
-        if heads.slopes_N is not None:
-            bias_NLL = -(heads.slopes_N[:, None, None] * distance_LL).to(q_NLH.dtype)
-        bias_NLL = bias_NLL.masked_fill(is_hidden_LL, float("-inf"))
-    if not heads.softcap and heads.sinks_N is None:
+    is_of_torch = not heads.softcap and heads.sinks_N is None
+    is_plain = is_of_torch and not heads.window and heads.slopes_N is None
+    bias_NLL = None if is_plain else _bias(L, heads, q_NLH)
+    if is_of_torch:
+        q, k, v = (x.unsqueeze(0) for x in (q_NLH, k_KLH, v_KLH))
         out_1NLH = functional.scaled_dot_product_attention(
-            *(x.unsqueeze(0) for x in (q_NLH, k_KLH, v_KLH)),
-            attn_mask=None if bias_NLL is None else bias_NLL.unsqueeze(0),
-            is_causal=bias_NLL is None,
-            scale=heads.scale,
-            enable_gqa=group > 1,
+            q, k, v, bias_NLL, is_causal=is_plain, scale=heads.scale, enable_gqa=group > 1
         )
         return out_1NLH[0].transpose(0, 1).flatten(1)
     assert bias_NLL is not None
@@ -198,13 +189,26 @@ def _of_sequence(q_NLH: Tensor, k_KLH: Tensor, v_KLH: Tensor, heads: HeadLayout)
     keys, values = (x.to(wide).repeat_interleave(group, dim=0) for x in (k_KLH, v_KLH))
     scores_NLL = q_NLH.to(wide) @ keys.mT * heads.scale
     if heads.softcap:
-        scores_NLL = (scores_NLL / heads.softcap).tanh() * heads.softcap
+        scores_NLL = _softcap(scores_NLL, heads.softcap)
     scores_NLL = scores_NLL + bias_NLL
     if heads.sinks_N is not None:
         sinks_NL1 = heads.sinks_N.to(wide)[:, None, None].expand(-1, L, 1)
         scores_NLL = torch.cat((scores_NLL, sinks_NL1), dim=-1)
     out_NLH = scores_NLL.softmax(-1)[..., :L] @ values
     return out_NLH.to(q_NLH.dtype).transpose(0, 1).flatten(1)
+
+
+def _bias(L: int, heads: HeadLayout, like: Tensor) -> Tensor:
+    """What is added to scores, [N or 1, L, L]: slopes, and -inf for hidden keys."""
+    positions_L = torch.arange(L, device=like.device)
+    distance_LL = positions_L.unsqueeze(1) - positions_L
+    is_hidden_LL = distance_LL < 0
+    if heads.window:
+        is_hidden_LL |= distance_LL >= heads.window
+    bias_NLL = like.new_zeros(1, L, L)
+    if heads.slopes_N is not None:
+        bias_NLL = (-heads.slopes_N[:, None, None] * distance_LL).to(like.dtype)
+    return bias_NLL.masked_fill(is_hidden_LL, float("-inf"))
 
 
 # ---- the vocabulary

@@ -57,8 +57,8 @@ class Policy:
         config = model.config if isinstance(model, LLM) else EngineConfig.from_flat({"model": model, **settings})
         _check_settings(config)
         device, path, checkpoint = open_model(config.model)
-        config, self._config, self._form = read_model(config, path, checkpoint, device)
-        _check_model(self._config, checkpoint)
+        config, read, self._form = read_model(config, path, checkpoint, device)
+        self._config = _checked_model(read, checkpoint)
         kv_dtype = resolve_kv_dtype(config.cache.kv_cache_dtype, self._form, self._config.cache)
         if kv_dtype not in FLOATS:
             raise ConfigError(f"kv_cache_dtype: {config.cache.kv_cache_dtype} has no gradients; use auto")
@@ -96,13 +96,12 @@ class Policy:
         """``function(*args)``, of which ``args`` alone are kept for the backward pass."""
         if not torch.is_grad_enabled():
             return function(*args)
-        contexts = contextlib.nullcontext, self.recording
         return recomputed(
             function,
             *args,
             use_reentrant=False,
             preserve_rng_state=False,
-            context_fn=lambda: tuple(make() for make in contexts),
+            context_fn=lambda: (contextlib.nullcontext(), self.recording()),
         )
 
     def checked(self, sequences: Sequence[Sequence[int]]) -> list[list[int]]:
@@ -122,7 +121,7 @@ class Policy:
     def rows(self, lengths: Sequence[int]) -> tuple[list[LayerCache], PagedRows]:
         """A cache for sequences of these lengths, which layers use one after the other, and their places in it."""
         (block_size, dtype), device = self._cache_form, self._form.device
-        tables, slots, first = [], [], 0
+        tables, slots, first = list[list[int]](), list[int](), 0
         for length in lengths:
             count = -(-length // block_size)
             tables.append(list(range(first, first + count)))
@@ -146,8 +145,8 @@ class Policy:
 def forward(policy: Policy, sequences: Sequence[Sequence[int]], *, temperature: float = 1.0) -> list[Tensor]:
     """Log-probabilities of each sequence's tokens but the first, given those before them: float32, with gradients.
 
-    Logits are divided by the ``temperature``, as with ``logprobs_mode`` "processed_logprobs". The bits are those that an
-    engine with these weights reports, while sampling and of a prompt. Raises ``InvalidParameter``.
+    Logits are divided by the ``temperature``, as with ``logprobs_mode`` "processed_logprobs". The bits are those that
+    an engine with these weights reports, while sampling and of a prompt. Raises ``InvalidParameter``.
     """
     if not temperature > 0:
         raise InvalidParameter("temperature", f"'temperature' must be above 0, not {temperature}.")
@@ -168,9 +167,9 @@ def forward(policy: Policy, sequences: Sequence[Sequence[int]], *, temperature: 
                 logits_RV = logits_RV.float() / torch.tensor(temperature, dtype=torch.float32, device=device)
             return ops.token_logprobs(logits_RV, tokens_R, 0).logprob_R
 
-        parts = zip(x_TD.split(LOGPROB_ROWS), next_T.split(LOGPROB_ROWS), strict=True)
+        parts = zip(torch.split(x_TD, LOGPROB_ROWS), torch.split(next_T, LOGPROB_ROWS), strict=True)
         logprobs_T = torch.cat([policy.recompute(score, *part) for part in parts])
-    return list(logprobs_T.split(lengths))
+    return list(torch.split(logprobs_T, lengths))
 
 
 class _Recomputed:
@@ -244,16 +243,16 @@ def _check_settings(config: EngineConfig) -> None:
             raise ConfigError(f"{name}: {value} has no gradients; octavo.train takes unquantised dense decoders whole")
 
 
-def _check_model(config: ModelConfig, checkpoint: Checkpoint) -> None:
-    """Raises ``CheckpointError`` for a model of another kind than dense decoders."""
+def _checked_model(config: ModelConfig, checkpoint: Checkpoint) -> DecoderConfig:
+    """The configuration of a dense decoder. Raises ``CheckpointError`` for a model of another kind."""
     if (method := quant_method(checkpoint)) is not None:
         raise CheckpointError(f"config: the weights are quantised ({method}), and have no gradients")
-    reason = None
     if not isinstance(config, DecoderConfig) or not config.has_head:
         reason = "is no decoder with a head"
     elif not all(isinstance(part.mlp, MLPPart) for part in config.layers):
         reason = "is a mixture of experts"
     elif any(part.cache is not None or part.attention.shared_with is not None for part in config.layers):
         reason = "has layers without keys and values of their own"
-    if reason is not None:
-        raise CheckpointError(f"config: {config.architecture} {reason}; octavo.train takes dense decoders")
+    else:
+        return config
+    raise CheckpointError(f"config: {config.architecture} {reason}; octavo.train takes dense decoders")

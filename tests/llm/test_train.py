@@ -44,13 +44,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def gradients(policy: Policy, *, temperature: float = 1.0) -> dict[str, Tensor]:
     """Of a weighted sum of the log-probabilities of ``SEQUENCES``."""
-    weighted(forward(policy, SEQUENCES, temperature=temperature)).backward()  # type: ignore[no-untyped-call]
+    weighted(forward(policy, SEQUENCES, temperature=temperature)).backward()
     return {name: tensor.grad for name, tensor in policy.parameters.items() if tensor.grad is not None}
 
 
 def weighted(logprobs: Sequence[Tensor]) -> Tensor:
     generator = torch.Generator().manual_seed(1)
-    return sum((row * torch.randn(len(row), generator=generator)).sum() for row in logprobs)  # type: ignore[return-value]
+    return sum((row * torch.randn(len(row), generator=generator)).sum() for row in logprobs)
 
 
 @pytest.mark.parametrize("row", nightly_after(5, ROWS))
@@ -60,7 +60,7 @@ def test_gradients_are_those_of_transformers(row: str, tmp_path: Path) -> None:
     found = gradients(Policy(str(tmp_path), **SETTINGS))
     logits = [reference(torch.tensor([tokens[:-1]]), use_cache=False).logits[0] for tokens in SEQUENCES]
     pairs = zip(logits, SEQUENCES, strict=True)
-    weighted([x.log_softmax(-1).gather(1, torch.tensor(tokens[1:])[:, None])[:, 0] for x, tokens in pairs]).backward()  # type: ignore[no-untyped-call]
+    weighted([x.log_softmax(-1).gather(1, torch.tensor(tokens[1:])[:, None])[:, 0] for x, tokens in pairs]).backward()
     expected = {name: tensor.grad for name, tensor in reference.named_parameters() if tensor.grad is not None}
     expected = {name.replace("lm_head", "embed_out") if name not in found else name: x for name, x in expected.items()}
     assert found.keys() == expected.keys()
@@ -107,7 +107,7 @@ def test_bits_are_those_of_sampling(row: str, settings: dict[str, Any], is_16_bi
         gradients(policy, temperature=temperature)
         with torch.no_grad():
             for tensor in policy.parameters.values():
-                tensor -= 0.01 * tensor.grad.sign()  # type: ignore[union-attr]
+                tensor -= 0.01 * tensor.grad.sign()
         assert differences(llm, policy, temperature) > 0.0
         llm.load_weights(policy.weights())
         assert differences(llm, policy, temperature) == 0.0
