@@ -227,6 +227,10 @@ def _softcap(x: Tensor, cap: float) -> Tensor:
     return (x / cap).tanh() * cap
 
 
+def _squared_relu(x_TF: Tensor) -> Tensor:
+    return x_TF.relu().square()
+
+
 REFERENCES = (
     *(ops.rms_norm, ops.layer_norm, ops.gelu, ops.silu_and_mul, ops.sigmoid_and_mul, ops.scaled),
     *(ops.apply_rope, ops.concat),
@@ -240,6 +244,7 @@ BACKWARDS: dict[str, Backward] = {
     ops.embedding.name: _of(_embedding),
     ops.token_logprobs.name: _of(_logprobs),
     ops.softcap.name: _of(_softcap),
+    ops.squared_relu.name: _of(_squared_relu),
 }
 
 
@@ -251,5 +256,6 @@ def _with_own_residual(x_TK: Tensor, weight_NK: Tensor, fused: Fused = PLAIN) ->
 OVERWRITE: dict[str, Callable[..., tuple[Any, ...]]] = {
     ops.linear.name: _with_own_residual,
     ops.softcap.name: lambda x, cap: (x.clone(), cap),
+    ops.squared_relu.name: lambda x: (x.clone(),),
 }
 """Ops that may overwrite an argument: their arguments with a copy of it, as the graph needs what it had."""
