@@ -138,10 +138,10 @@ def shortened(config: Mapping[str, Any], num_layers: int = LAYERS) -> dict[str, 
     return {**config, **own, "num_hidden_layers": num_layers, "vocab_size": vocabulary}
 
 
-def resources(
+def launches(
     config: dict[str, Any], target: TargetGpu, steps: Mapping[str, tuple[list[int], int]]
-) -> Iterator[dict[str, Any]]:
-    """What the kernels of these steps take, step by step; ``pretend`` comes first."""
+) -> Iterator[tuple[str, set[Any]]]:
+    """The kernels that each of these steps launches; ``pretend`` comes first."""
     known, form = read_config(config), WeightFormat(torch.bfloat16, META, packs=True)
     launch._compiling.set(frozenset())
     launch._pdl.set(target.capability >= 90)
@@ -163,6 +163,14 @@ def resources(
         launch._compiling.set(kernels)
         with torch.inference_mode():
             model.logits(model.forward(ids, ids, storage.layers, rows)[:S])
+        yield step, kernels
+
+
+def resources(
+    config: dict[str, Any], target: TargetGpu, steps: Mapping[str, tuple[list[int], int]]
+) -> Iterator[dict[str, Any]]:
+    """What the kernels of these steps take, step by step; ``pretend`` comes first."""
+    for step, kernels in launches(config, target, steps):
         # Launches with other sizes are often the same code.
         found = [_row(step, kernel, target) for kernel in {kernel.hash: kernel for kernel in kernels}.values()]
         yield from sorted(found, key=lambda row: (row["kernel"], row["registers"]))

@@ -273,7 +273,10 @@ class Gemma4ForCausalLM(GemmaForCausalLM):
         if keys.get("num_global_key_value_heads") is not None and keys.flag("attention_k_eq_v"):
             count = keys.size("num_global_key_value_heads")
         own = keys.get("per_layer_config", {})
-        of_full = [own.get(str(i), {}) for i, kind in enumerate(types) if kind == FULL] if own else [{}]
+        if not isinstance(own, Mapping) or not all(str(i).isdecimal() for i in own):
+            raise wrong("per_layer_config", own, "an object whose keys are numbers of layers")
+        by_layer = {int(i): part for i, part in own.items()}  # zeros may precede a number
+        of_full = [by_layer.get(i, {}) for i, kind in enumerate(types) if kind == FULL] if own else [{}]
         if any(part != of_full[0] for part in of_full):
             raise wrong("per_layer_config", own, "the same for all full-attention layers")
         width, count = of_full[0].get("head_dim", width), of_full[0].get("num_key_value_heads", count)
