@@ -61,6 +61,9 @@ def as_shown(files: list[str], workload: str, figure: str) -> str:
     return f"{shown} ({better:.2f})"
 
 
+SEVERAL_GPUS = re.compile("_[et]p[24]")
+
+
 @pytest.mark.parametrize("page", PAGES)
 def test_commands_parse(page: str) -> None:
     commands = examples(page)
@@ -88,11 +91,15 @@ def test_settings_exist(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_throughput_is_that_of_the_records() -> None:
     lines = COMPARISONS.read_text().splitlines()
-    rows = [line for line in lines if "/peer_" in line and "_tp2" not in line and line[0] == "|"]
+    rows = [line for line in lines if "/peer_" in line and not SEVERAL_GPUS.search(line) and line[0] == "|"]
     assert len(rows) == 14
     for line in rows:
         files = RECORD.findall(line)
         assert cells(line)[2:] == [as_shown(files, f"W{n}", "output_tok_s") for n in (1, 2, 3, 4)]
+    rows = [line for line in lines if "4_h200.json" in line and line[0] == "|"]
+    assert len(rows) == 4
+    for line in rows:
+        assert cells(line)[1:4] == [as_shown(RECORD.findall(line), f"W{n}", "output_tok_s") for n in (1, 2, 3)]
 
 
 def test_figures_of_two_gpus_are_those_of_the_records() -> None:
