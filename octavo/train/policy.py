@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,13 +28,14 @@ from octavo.ops.attention import GroupRows, LayerCache, PagedRows
 from octavo.ops.device_backend import backend_of
 from octavo.ops.dispatch import wrapped
 from octavo.quant.tensors import FLOATS
-from octavo.runtime.executors.step_program import LOGPROB_ROWS
 from octavo.runtime.memory import DEFAULTS
 from octavo.train.gradients import recorded
 from octavo.weights.checkpoint import Checkpoint
 
 _ONE_AT_A_TIME = threading.RLock()
 """Ops are wrapped in the whole process."""
+LOGITS_ROWS = 1024
+"""Rows whose logits are in memory at once. The head's gradient is added up once for each, in the checkpoint's type."""
 
 
 class Policy:
@@ -46,7 +48,7 @@ class Policy:
 
     def __init__(
         self,
-        model: str | LLM,
+        model: str | Path | LLM,
         *,
         parameter_dtype: torch.dtype = torch.float32,
         recomputes_layers: bool = False,
@@ -167,7 +169,7 @@ def forward(policy: Policy, sequences: Sequence[Sequence[int]], *, temperature: 
                 logits_RV = logits_RV.float() / torch.tensor(temperature, dtype=torch.float32, device=device)
             return ops.token_logprobs(logits_RV, tokens_R, 0).logprob_R
 
-        parts = zip(torch.split(x_TD, LOGPROB_ROWS), torch.split(next_T, LOGPROB_ROWS), strict=True)
+        parts = zip(torch.split(x_TD, LOGITS_ROWS), torch.split(next_T, LOGITS_ROWS), strict=True)
         logprobs_T = torch.cat([policy.recompute(score, *part) for part in parts])
     return list(torch.split(logprobs_T, lengths))
 
