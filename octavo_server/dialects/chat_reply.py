@@ -20,6 +20,7 @@ from starlette.requests import Request
 
 from octavo.errors import RequestError
 from octavo.text.message_parser import Call, Piece, Text
+from octavo.types import TokenLogprobs
 from octavo_server.admission import ClientRequest
 from octavo_server.dialects.batches.files import file_reader
 from octavo_server.dialects.openai.chat import ChatBody, chat_message, client_request, prompt_of, tools_of
@@ -88,6 +89,8 @@ class ChatReply:
     def __init__(self, services: ModelServices, body: ChatBody, generation: Generation) -> None:
         self.generation = generation
         self.choice: GeneratedChoice = generation.choices[0]
+        self.logprobs: list[TokenLogprobs] = []
+        """Of the tokens that pieces were made of, if they were asked for, until whoever shows them takes them out."""
         if body.return_token_ids:
             self.choice.output_tokens = []
         tools = tools_of(body, services)
@@ -97,7 +100,8 @@ class ChatReply:
 
     def pieces(self) -> list[Piece]:
         """The pieces that became unambiguous since the last call."""
-        text = self.choice.take().text
+        text, _, logprobs = self.choice.take()
+        self.logprobs += logprobs
         if self._message is not None:
             return self._message.pieces(text, self.choice.finish_reason)
         return [Text("content", text)] if text else []

@@ -11,7 +11,10 @@ from typing import Any
 from octavo.errors import RequestError
 from octavo.text.message_parser import Call, Piece, Text
 from octavo.text.tool_calls.tool_format import long_id
+from octavo.types import TokenLogprobs
 from octavo_server.dialects.chat_reply import members_of
+from octavo_server.dialects.ollama.body import CommonBody
+from octavo_server.dialects.openai.rendering import TokenNames, chat_logprobs
 from octavo_server.generation import GeneratedChoice
 from octavo_server.http.errors import ErrorForm
 from octavo_server.http.sse import EventStream, encode_line
@@ -37,12 +40,17 @@ class OllamaAnswer(Answer):
     def __init__(
         self,
         pieces: Callable[[], list[Piece]],
-        model: str,
+        logprobs: list[TokenLogprobs],
+        body: CommonBody,
+        names: TokenNames,
         wrapped: Callable[[dict[str, Any]], dict[str, Any]],
         started: float,
     ) -> None:
         self._pieces = pieces
-        self._model = model
+        self._logprobs = logprobs
+        """Of the tokens that the pieces so far were made of, until they are shown."""
+        self._body = body
+        self._names = names
         self._wrapped = wrapped
         self._started = started
         """Of the request, in seconds of ``time.monotonic``."""
@@ -77,7 +85,10 @@ class OllamaAnswer(Answer):
 
     def _object(self, part: dict[str, Any], ended: GeneratedChoice | None = None) -> dict[str, Any]:
         """A piece of the answer, or its end with counts and times in nanoseconds."""
-        result = {"model": self._model, "created_at": now(), **self._wrapped(part), "done": ended is not None}
+        result = {"model": self._body.model, "created_at": now(), **self._wrapped(part), "done": ended is not None}
+        if self._logprobs:
+            result["logprobs"] = chat_logprobs(self._logprobs, self._names, self._body.top_logprobs)["content"]
+            self._logprobs.clear()
         if ended is not None:
             end, arrival = time.monotonic(), ended.request.arrival
             first = ended.first_token_time or end

@@ -28,11 +28,7 @@ ABOUT_LOADING = frozenset(
     }
 )
 """Options about how a model is loaded, which the server decides when it starts."""
-REFUSED: dict[str, tuple[Any, ...]] = {"logprobs": (), "top_logprobs": ()}
-REFUSED_IN_GENERATE: dict[str, tuple[Any, ...]] = {
-    **REFUSED,
-    **dict.fromkeys(("context", "suffix", "template"), ()),
-}
+REFUSED_IN_GENERATE: dict[str, tuple[Any, ...]] = dict.fromkeys(("context", "suffix", "template"), ())
 ACCEPTED = frozenset({"keep_alive", "truncate", "shift"})
 """How long the model stays loaded (always), and what happens to prompts that are too long (they are refused)."""
 
@@ -46,6 +42,8 @@ class CommonBody(msgspec.Struct, kw_only=True):
     options: dict[str, Any] = {}
     think: bool | str | None = None
     return_token_ids: bool = False
+    logprobs: bool = False
+    top_logprobs: int = 0
 
 
 class OllamaChatBody(CommonBody, kw_only=True):
@@ -64,14 +62,15 @@ class OllamaGenerateBody(CommonBody, kw_only=True):
     images: list[str] = []
 
 
-chat_decoder = BodyDecoder(OllamaChatBody, REFUSED, ACCEPTED)
+chat_decoder = BodyDecoder(OllamaChatBody, {}, ACCEPTED)
 generate_decoder = BodyDecoder(OllamaGenerateBody, REFUSED_IN_GENERATE, ACCEPTED)
 
 
 def without_effect(body: CommonBody, services: ModelServices) -> list[str]:
     """Options, and parts of the messages, that are ignored in this request. Raises ``InvalidParameter``."""
     known = {*SAMPLING, *ABOUT_LOADING, "stop", "num_predict"}
-    named = [f"options.{name}" for name, value in body.options.items() if name not in known and value]
+    named = ["top_logprobs"] if body.top_logprobs and not body.logprobs else []
+    named += [f"options.{name}" for name, value in body.options.items() if name not in known and value]
     messages = body.messages if isinstance(body, OllamaChatBody) else []
     return [*named, *passed_over(_messages(messages, services), services)] if messages else named
 
@@ -100,6 +99,8 @@ def _chat_body(
     body: CommonBody, messages: list[dict[str, Any]], tools: list[dict[str, Any]], services: ModelServices
 ) -> ChatBody:
     fields = generation_fields(body, services)
+    if body.logprobs:
+        fields |= {"logprobs": True, "top_logprobs": body.top_logprobs}
     return msgspec.convert(
         {**fields, **_thinking(body.think, services), "messages": messages, "tools": tools}, type=ChatBody
     )

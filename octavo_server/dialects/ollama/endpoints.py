@@ -10,6 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from octavo.text.message_parser import Piece, Text
+from octavo.types import TokenLogprobs
 from octavo_server.admission import ClientRequest
 from octavo_server.dialects.chat_reply import ChatReply, submission
 from octavo_server.dialects.ollama.answer import ERRORS, LineStream, OllamaAnswer, as_message, as_response, now
@@ -27,6 +28,7 @@ from octavo_server.dialects.ollama.body import (
 )
 from octavo_server.dialects.openai import completions
 from octavo_server.dialects.openai.fields import NO_LIMIT
+from octavo_server.dialects.openai.rendering import TokenNames
 from octavo_server.generation import GeneratedChoice
 from octavo_server.http.errors import UnsupportedParameter
 from octavo_server.http.sse import json_response
@@ -37,9 +39,10 @@ from octavo_server.services import ModelServices
 async def _translate_chat(body: OllamaChatBody, services: ModelServices, request: Request) -> Submission | Response:
     if not body.messages:
         return await _loaded(body, services, as_message({"content": ""}))
+    names = TokenNames(services.tokenizer, as_ids=False)
 
     def answer(reply: ChatReply) -> OllamaAnswer:
-        return OllamaAnswer(reply.pieces, body.model, as_message, request.state.started)
+        return OllamaAnswer(reply.pieces, reply.logprobs, body, names, as_message, request.state.started)
 
     return submission(services, chat_body(body, services), request, answer, LineStream)
 
@@ -50,38 +53,44 @@ async def _translate_generate(
     if not body.prompt and not body.images:
         return await _loaded(body, services, as_response({"content": ""}))
 
-    def answer(pieces: Callable[[], list[Piece]]) -> OllamaAnswer:
-        return OllamaAnswer(pieces, body.model, as_response, request.state.started)
+    names = TokenNames(services.tokenizer, as_ids=False)
+
+    def answer(pieces: Callable[[], list[Piece]], logprobs: list[TokenLogprobs]) -> OllamaAnswer:
+        return OllamaAnswer(pieces, logprobs, body, names, as_response, request.state.started)
 
     if body.raw or services.chat_template.source is None:
         if body.images:
             raise UnsupportedParameter("images", "'images' need a chat template, and no 'raw'.")
         return Submission(
             request=_continuation(body, services, request),
-            answer=lambda generation: answer(_plain_pieces(generation.choices[0], body.return_token_ids)),
+            answer=lambda generation: answer(*_plain_pieces(generation.choices[0], body.return_token_ids)),
             is_streamed=body.stream,
             stream=LineStream,
         )
     chat = generate_chat_body(body, services)
-    return submission(services, chat, request, lambda reply: answer(reply.pieces), LineStream)
+    return submission(services, chat, request, lambda reply: answer(reply.pieces, reply.logprobs), LineStream)
 
 
 def _continuation(body: OllamaGenerateBody, services: ModelServices, request: Request) -> ClientRequest:
     fields = {"max_tokens": NO_LIMIT, **generation_fields(body, services), "prompt": body.prompt}
+    if body.logprobs:
+        fields["logprobs"] = body.top_logprobs
     completion = msgspec.convert(fields, type=completions.CompletionBody)
     return completions.client_request(completion, services, request)
 
 
-def _plain_pieces(choice: GeneratedChoice, shows_ids: bool) -> Callable[[], list[Piece]]:
-    """A function that returns the choice's new text as pieces."""
+def _plain_pieces(choice: GeneratedChoice, shows_ids: bool) -> tuple[Callable[[], list[Piece]], list[TokenLogprobs]]:
+    """A function that returns the choice's new text as pieces, and where it leaves the log-probabilities of that."""
+    left: list[TokenLogprobs] = []
     if shows_ids:
         choice.output_tokens = []
 
     def pieces() -> list[Piece]:
-        text = choice.take().text
+        text, _, logprobs = choice.take()
+        left.extend(logprobs)
         return [Text("content", text)] if text else []
 
-    return pieces
+    return pieces, left
 
 
 async def _loaded(body: CommonBody, services: ModelServices, nothing: dict[str, Any]) -> Response:

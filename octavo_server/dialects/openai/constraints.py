@@ -105,7 +105,7 @@ def tool_use(tools: list[dict[str, Any]], choice: ToolChoice | None, is_parallel
         return None
     if choice is None or choice == "auto":
         return ToolUse(given, found, "auto", found, is_parallel)
-    if choice == "required":
+    if choice in ("required", "any"):  # the latter is Mistral's name for it
         return ToolUse(given, found, "required", found, is_parallel)
     allowed = tuple(tool for tool in found if tool.name == _named(choice))
     if not allowed:
@@ -253,14 +253,23 @@ class ConstraintFields(Protocol):
     guided_regex: str | None
     guided_choice: list[str] | None
     guided_grammar: str | None
+    regex: str | None
+    ebnf: str | None
+    grammar: str | None
+    json_schema: str | dict[str, Any] | None
 
 
 def constraint(body: ConstraintFields) -> Constraint | None:
     """The constraint in ``body``, if any. Raises ``InvalidParameter`` about its field, also if there are two."""
     found = list(_given(body))
     if len(found) > 1:
-        fields = " and ".join(f"'{each.field}'" for each in found[:2])
-        raise InvalidParameter(found[1].field, f"{fields} cannot be given together.")
+        one, other = (each.field for each in found[:2])
+        problem = (
+            f"'{one}' takes one form, and has several"
+            if one == other
+            else f"'{one}' and '{other}' cannot be given together"
+        )
+        raise InvalidParameter(other, f"{problem}.")
     return found[0] if found else None
 
 
@@ -275,6 +284,9 @@ def _given(body: ConstraintFields) -> Iterator[Constraint]:
         value = getattr(body, f"guided_{name}", None)
         if value is not None and value is not False:
             yield Constraint(f"guided_{name}", _made(f"guided_{name}", KINDS[name], value))
+    for name, kind in OTHER_NAMES.items():
+        if (value := getattr(body, name)) is not None:
+            yield Constraint(name, _made(name, KINDS[kind], value))
 
 
 # --- OpenAI ---
@@ -373,6 +385,8 @@ KINDS: dict[str, Callable[[Any], GrammarSource]] = {
     "choice": lambda value: forms.just(forms.choice(value)),
     "grammar": lambda value: forms.just(forms.grammar(value)),
 }
+OTHER_NAMES = {"regex": "regex", "ebnf": "grammar", "grammar": "grammar", "json_schema": "json"}
+"""What SGLang (the first two) and llama.cpp call them."""
 OWN_KIND = "octavo"
 """Kind of the grammars that ``/render`` hands on, with all that a message may have besides its content."""
 STRUCTURED_KINDS = KINDS | {"structural_tag": _structural_tag, OWN_KIND: forms.source_of}

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import time
+import uuid
 from typing import Any, Literal
 
 import msgspec
@@ -72,7 +74,9 @@ async def create_embeddings(request: Request) -> Response:
 
     def render() -> Response:
         answer = {
+            "id": f"embd-{uuid.uuid4().hex}",
             "object": "list",
+            "created": int(time.time()),
             "data": [
                 {
                     "object": "embedding",

@@ -28,7 +28,7 @@ MIN_TIMEOUT, MAX_TIMEOUT = 0.001, 86400.0
 
 REFUSED: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("custom_logit_processor", "logit_processors", "logits_processors", "lora_path"), ()),
-    **dict.fromkeys(("ebnf", "grammar", "guided_whitespace_pattern", "json_schema", "regex", "stop_regex"), ()),
+    **dict.fromkeys(("guided_whitespace_pattern", "stop_regex"), ()),
     **dict.fromkeys(("prompt_embeds", "truncate_prompt_tokens", "use_beam_search", "vllm_xargs", "watermarking"), ()),
     "truncation_side": ("left", "right"),
 }
@@ -112,6 +112,10 @@ class GenerationFields(msgspec.Struct, kw_only=True):
     guided_regex: str | None = None
     guided_choice: list[str] | None = None
     guided_grammar: str | None = None
+    regex: str | None = None
+    ebnf: str | None = None
+    grammar: str | None = None
+    json_schema: str | dict[str, Any] | None = None
 
     @property
     def cache_ttl(self) -> float:

@@ -197,7 +197,7 @@ def test_an_unknown_model_is_an_error(server: Served) -> None:
         ("chat", {"messages": MESSAGES, "options": {"top_k": 1.5}}, "options.top_k"),
         ("chat", {"messages": MESSAGES, "format": "xml"}, "format"),
         ("chat", {"messages": MESSAGES, "think": True}, "thinking"),
-        ("chat", {"messages": MESSAGES, "logprobs": True}, "logprobs"),
+        ("chat", {"messages": MESSAGES, "logprobs": True, "top_logprobs": 21}, "top_logprobs"),
         ("generate", {"prompt": "Hi", "suffix": "x"}, "suffix"),
         ("generate", {"prompt": "Hi", "images": ["AAAA"]}, "images"),
         ("generate", {"prompt": 3}, "prompt"),
@@ -207,6 +207,25 @@ def test_what_is_refused(server: Served, path: str, body: dict[str, Any], named:
     answer = post(server, path, **body)
     assert answer.status_code == 400
     assert named in answer.json()["error"]
+
+
+@pytest.mark.parametrize("raw", [True, False])
+def test_log_probabilities_of_each_token(server: Served, raw: bool) -> None:
+    asked: Any = {"options": {"num_predict": 5}, "logprobs": True, "top_logprobs": 2}
+    api = client(server)
+    wholes = [api.generate("test", "Hi", raw=raw, **asked), api.chat("test", MESSAGES, **asked)]
+    streams = [
+        api.generate("test", "Hi", raw=raw, stream=True, **asked),
+        api.chat("test", MESSAGES, stream=True, **asked),
+    ]
+    parts = [[each for part in stream for each in part.logprobs or ()] for stream in streams]
+    for found in [*(whole.logprobs or () for whole in wholes), *parts]:
+        assert "".join(each.token for each in found) == ANSWER[:5]
+        assert [len(each.top_logprobs or ()) for each in found] == [2] * 5
+        assert all(each.logprob <= 0 for each in found)
+    plain = post(server, "chat", messages=MESSAGES, top_logprobs=2, stream=False)
+    assert plain.headers["x-octavo-unknown-fields"] == "top_logprobs"
+    assert "logprobs" not in plain.json()
 
 
 def test_an_error_within_a_stream_is_a_line(serve_app: Any) -> None:

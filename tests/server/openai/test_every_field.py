@@ -74,6 +74,10 @@ TOLD: dict[str, tuple[Any, Callable[[Request], Any], Any]] = {
     "guided_regex": ("a", lambda request: request.params.grammar is not None, True),
     "guided_choice": (["a"], lambda request: request.params.grammar is not None, True),
     "guided_grammar": ('root ::= "a"', lambda request: request.params.grammar is not None, True),
+    "regex": ("a", lambda request: request.params.grammar is not None, True),
+    "ebnf": ('root ::= "a"', lambda request: request.params.grammar is not None, True),
+    "grammar": ('root ::= "a"', lambda request: request.params.grammar is not None, True),
+    "json_schema": ({"type": "integer"}, lambda request: request.params.grammar is not None, True),
     "response_format": ({"type": "json_object"}, lambda request: request.params.grammar is not None, True),
 }
 """Other fields that the engine is told of."""

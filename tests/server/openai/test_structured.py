@@ -65,6 +65,10 @@ WAYS: list[tuple[dict[str, Any], str]] = [
     ({"guided_choice": ["one", "two"]}, "choice"),
     ({"structured_outputs": {"grammar": 'root ::= "(" root ")" | "x"'}}, "grammar"),
     ({"guided_grammar": 'start: "(" start ")" | "x"'}, "grammar"),
+    ({"regex": "[a-c]{3}[0-9]"}, "regex"),
+    ({"ebnf": 'root ::= "(" root ")" | "x"'}, "grammar"),
+    ({"grammar": 'root ::= "(" root ")" | "x"'}, "grammar"),
+    ({"json_schema": SCHEMA}, "json"),
 ]
 
 
@@ -165,10 +169,11 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
     ({"structured_outputs": {"grammar": "root ::= missing"}}, "structured_outputs", "missing"),
     ({"structured_outputs": {"grammar": "start: /a/ x"}}, "structured_outputs", "x"),
     ({"structured_outputs": {"json": "{"}}, "structured_outputs", "JSON"),
-    ({"structured_outputs": {"json": {}, "regex": "a"}}, "structured_outputs", "together"),
+    ({"structured_outputs": {"json": {}, "regex": "a"}}, "structured_outputs", "takes one form, and has several"),
     ({"structured_outputs": {"whitespace_pattern": "x"}}, "structured_outputs", "not supported"),
     ({"structured_outputs": {"unheard_of": 1}}, "structured_outputs", "unheard_of"),
     ({"guided_regex": "a", "guided_choice": ["b"]}, "guided_choice", "together"),
+    ({"guided_regex": "a", "regex": "b"}, "regex", "'guided_regex' and 'regex' cannot be given together"),
     (
         {"response_format": {"type": "json_object"}, "structured_outputs": {"regex": "a"}},
         "structured_outputs",

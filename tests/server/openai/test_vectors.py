@@ -95,6 +95,7 @@ def test_the_openai_client_reads_vectors(encoder: Served) -> None:
     for given in ({}, {"encoding_format": "float"}):
         answer = encoder.client.embeddings.create(model="tiny", input=TEXTS, **given)  # type: ignore[arg-type]
         assert [entry.index for entry in answer.data] == list(range(len(TEXTS)))
+        assert answer.model_dump()["id"].startswith("embd-"), "as vLLM has it, and Mistral's client needs it"
         ids = [encoder.tokenizer.encode(text).ids for text in TEXTS]
         for entry, tokens in zip(answer.data, ids, strict=True):
             np.testing.assert_allclose(entry.embedding, encoder.vector(tokens), atol=1e-5)
