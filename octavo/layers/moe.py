@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -32,6 +33,13 @@ class Routes(threading.local):
         """See ``ops.route``."""
 
 
+class Reports(NamedTuple):
+    """Where a router keeps what it selects, and takes what is given: nothing that other weights change."""
+
+    routes: Routes
+    layer: int
+
+
 class ExpertRouter:
     """Normalises rows, if there is a norm, and selects experts for them and how much each counts; see ``ops.route``."""
 
@@ -42,20 +50,19 @@ class ExpertRouter:
         self.norm = norm
         self.weight_XD = weight_XD
         self.routing = routing
-        self.routes: Routes | None = None
-        self._layer = 0
+        self.reports: Reports | None = None
 
     def report_to(self, routes: Routes, layer: int) -> None:
         """Keep there what it selects, as the router of this layer, and take what is given there."""
-        self.routes, self._layer = routes, layer
+        self.reports = Reports(routes, layer)
 
     def __call__(self, x_TD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        routes = self.routes
-        if routes is None:
+        if self.reports is None:
             return self.select(x_TD)
-        found = self.select(x_TD, None if routes.given_LTS is None else routes.given_LTS[self._layer])
+        routes, layer = self.reports
+        found = self.select(x_TD, None if routes.given_LTS is None else routes.given_LTS[layer])
         if routes.kept is not None:
-            routes.kept[self._layer] = found[1].clone()  # which no recorded step repeats: each must keep its own
+            routes.kept[layer] = found[1].clone()  # which no recorded step repeats: each must keep its own
         return found
 
     def select(self, x_TD: Tensor, given_TS: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:

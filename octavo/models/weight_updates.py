@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -37,7 +38,8 @@ class WeightUpdates:
         collective: Collective = SINGLE_RANK,
         drafter: Callable[[TensorSource], None] = lambda _: None,
     ) -> None:
-        self._settings, self._config, self._checkpoint, self._form = settings, config, checkpoint, form
+        self._settings, self._checkpoint, self._form = settings, checkpoint, form
+        self._config = dataclasses.replace(config, routes=None)  # as it was when the model was loaded
         self._loaded, self._collective, self._drafter = loaded, collective, drafter
         self._received: set[str] = set()
         """Names of tensors that are not those of ``_checkpoint``."""

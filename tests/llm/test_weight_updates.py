@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -118,6 +119,23 @@ def test_forms(settings: dict[str, Any], folders: tuple[Path, Path]) -> None:
 @needs_float_kernels
 def test_ranks(folders: tuple[Path, Path]) -> None:
     check(folders, tensor_parallel_size=2)
+
+
+def test_what_routers_select_is_still_told(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path / "a", "mixtral/two_of_five")
+    second = changed(tmp_path / "a", tmp_path / "b")
+    settings = {**SETTINGS, "max_model_len": 128, "enable_return_routed_experts": True}
+    asking = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, return_routed_experts=True)
+
+    def experts(llm: LLM) -> list[Any]:
+        return [np.array(result.outputs[0].routed_experts).tolist() for result in llm.generate(PROMPTS, asking)]
+
+    with LLM(str(second), **settings) as fresh:
+        expected = experts(fresh)
+    with LLM(str(tmp_path / "a"), **settings) as llm:
+        assert experts(llm) != expected
+        llm.load_weights(second)
+        assert experts(llm) == expected
 
 
 def test_an_adapter_stays_and_one_that_was_merged_is_merged_again(folders: tuple[Path, Path], tmp_path: Path) -> None:

@@ -60,7 +60,7 @@ class RoutedExperts:
     def __init__(self, model: Any, storage: KVStorage) -> None:
         assert storage.routes_NC is not None
         routers = routers_of(model)
-        known = (router.routes for router in routers.values() if router.routes is not None)
+        known = (router.reports.routes for router in routers.values() if router.reports is not None)
         self._routes = next(known, None) or Routes()
         for layer, router in routers.items():
             router.report_to(self._routes, layer)
