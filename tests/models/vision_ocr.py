@@ -24,7 +24,7 @@ from tests.models.vision_base import HALF, IMAGE, SMALL_TOWER, TEXT, Family, cut
 SIDE, TILE = 80, 60
 """Pixels of the entire image and of a tile; 16 patches of 5 and 4 embeddings in a row, 12 and 3."""
 SAM = {**SMALL_TOWER, "image_size": SIDE, "patch_size": 5, "mlp_dim": 128, "output_channels": 16}
-SAM |= {"window_size": 5, "global_attn_indexes": [1], "downsample_channels": [24, 32]}
+SAM |= {"window_size": 5, "global_attn_indexes": [1], "downsample_channels": [24, 32], "initializer_range": 0.05}
 EXPERTS = {
     **{key: value for key, value in TEXT.items() if key != "head_dim"},
     "n_routed_experts": 4,
