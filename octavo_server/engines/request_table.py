@@ -121,6 +121,7 @@ class RequestJournal:
             live.drop_delivered_prompt_logprobs(output)
         if output.error is not None:
             live.is_submitted = False
+            logger.warning("request %d failed: %s", live.id, output.error)
             self._fail(live, RequestFailed(output.error))
             return
         if output.finish_reason is not None:

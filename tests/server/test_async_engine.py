@@ -62,7 +62,7 @@ def test_abort_ends_in_silence_and_frees_the_engine() -> None:
     asyncio.run(main())
 
 
-def test_a_refused_request_keeps_the_kind_of_its_error() -> None:
+def test_a_refused_request_keeps_the_kind_of_its_error(caplog: pytest.LogCaptureFixture) -> None:
     async def main() -> None:
         async with running(refuse=5, faulty=6) as engine:
             refused, faulty, good = send(engine, mark=5), send(engine, mark=6), send(engine)
@@ -74,6 +74,7 @@ def test_a_refused_request_keeps_the_kind_of_its_error() -> None:
             assert_right([good])
 
     asyncio.run(main())
+    assert "failed: its logits are not numbers" in caplog.text  # who looks at the server sees why it answers with 500
 
 
 def test_a_listener_that_fails_ends_only_its_own_request() -> None:
