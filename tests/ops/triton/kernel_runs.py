@@ -300,7 +300,7 @@ def _layers(make: Maker, dtype: torch.dtype) -> Iterator[tuple[str, Call]]:
         biases = (make.floats(7, 48, dtype=dtype), make.floats(7, 40, dtype=dtype)) if T > 3 else (None, None)
         ids = torch.stack([torch.randperm(7)[:3] for _ in range(T)]).to(make.device)
         experts = Experts(*weights, activation, *biases)  # type: ignore[arg-type]
-        for some in (experts, experts._replace(num_routed=14)):
+        for some in (experts, replace(experts, num_routed=14)):
             call = functools.partial(ops.moe, make.floats(T, 40, dtype=dtype), ids, make.floats(T, 3), some)
             yield f"moe {T} of {some.num_routed}", call
         slots = make.ints([[0, -1]] * 7, torch.int64)
