@@ -99,7 +99,7 @@ class SharedExpert:
         if self.share is None and self.scale == 1.0:
             return self.down(gated_TF, residual=residual_TD)
         share = self.scale if self.share is None else self.share(x_TD)
-        return ops.add_shared(self.down(gated_TF), share, residual_TD)
+        return ops.add_scaled(self.down(gated_TF), share, residual_TD)
 
 
 class MoE:

@@ -11,6 +11,7 @@ from typing import Any, Self
 
 from torch import Tensor
 
+from octavo import ops
 from octavo.layers.experts import Mixture
 from octavo.layers.heads import StepAngles
 from octavo.layers.linear import Linear
@@ -81,7 +82,10 @@ class LatentMoE:
         inputs = h_TD if self.latent is None else self.latent[0](h_TD)
         sum_TD = self.experts(inputs, ids_TS, shares_TS)
         sum_TD = sum_TD if self.latent is None else self.latent[1](sum_TD)
-        return self.collective.all_reduce(self.shared(sum_TD, of=h_TD), residual_TD=x_TD)
+        sum_TD = self.shared(sum_TD, of=h_TD)
+        if self.collective.size == 1:
+            return ops.add_scaled(sum_TD, 1.0, x_TD)
+        return self.collective.all_reduce(sum_TD, residual_TD=x_TD)
 
 
 class NemotronHLayer(HybridLayer):

@@ -1,7 +1,7 @@
 """Operations on tensors: one file each, holding the contract and its plain-torch reference; see ``dispatch``."""
 
 from octavo.ops.activation import (
-    add_shared,
+    add_scaled,
     clamped_swish,
     gelu,
     gelu_and_mul,

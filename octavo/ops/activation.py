@@ -56,16 +56,16 @@ def sigmoid_and_mul(gate_TN: Tensor, x_TN: Tensor) -> Tensor:
     return (elementwise.sigmoid(gate_TN.to(wide)) * x_TN.to(wide)).to(x_TN.dtype)
 
 
-# ---- add_shared: What a shared expert adds (as Qwen1.5-MoE has it). Shapes: T tokens, N columns.
+# ---- add_scaled: What is added to a residual stream. Shapes: T tokens, N columns.
 
 
 @op
-def add_shared(x_TN: Tensor, share: float | Tensor, residual_TN: Tensor) -> Tensor:
-    """``residual + share * x``, or with a tensor [T, 1] ``residual + sigmoid(share) * x``; x and the residual may be
-    overwritten."""
-    if isinstance(share, Tensor):
-        return residual_TN.add_(x_TN.mul_(elementwise.sigmoid(share)))
-    return residual_TN.add_(x_TN, alpha=share)
+def add_scaled(x_TN: Tensor, factor: float | Tensor, residual_TN: Tensor) -> Tensor:
+    """``residual + factor * x``, or with gates [T, 1], as those of shared experts, ``residual + sigmoid(factor) * x``;
+    x and the residual may be overwritten."""
+    if isinstance(factor, Tensor):
+        return residual_TN.add_(x_TN.mul_(elementwise.sigmoid(factor)))
+    return residual_TN.add_(x_TN, alpha=factor)
 
 
 # ---- squared_relu: The activation of experts without gates (arXiv 2109.08668). Shapes: T tokens, F ffn.

@@ -2,7 +2,9 @@
 
 Which experts are chosen, and for how many rows, is known only while a step runs. So the calls of every expert are
 planned once, for ROWS rows in buffers that do not exist: a *plan*, which all steps share. The driver lends the memory,
-copies an expert's records, writes the number of rows and the buffers' addresses into them, and makes the calls.
+copies an expert's records, writes the number of rows and the buffers' addresses into them, and makes the calls. Where
+many experts have about as many rows, as in a decode step, each is computed by one thread: threads then need not wait
+for each other after each product.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from octavo_kernels.cpu.compiled import driver, inlined, task
 from octavo_kernels.cpu.memory import call_driver, fields, keep, read, view, whole_lines
 from octavo_kernels.cpu.rows.columns import declines
 from octavo_kernels.cpu.tensors import address
-from octavo_kernels.cpu.threads import run
+from octavo_kernels.cpu.threads import run, width
 
 ROWS = 256
 """Most rows of an expert that are computed at once."""
@@ -34,58 +36,113 @@ EXPERT = fields("first end found")
 """An expert's calls, and where in the lent memory its result is; its input is at the beginning."""
 CALL = fields("driver first size rows first_move end_move")
 """A call's words; which of these is the number of rows; and those that are addresses within the lent memory."""
+ITEM = fields("expert first count")
+"""Some rows of an expert, as places in ``order``."""
 ARGUMENTS = fields(
     "x ids shares residual out T D S X experts calls num_calls words num_words moves num_moves memory most_words "
-    "gather add finish sums room order begin count found"
+    "gather keep compute add order where results items num_items room item failed"
 )
-"""The last six are set by the driver: sums [T, D]; the lent memory; places [T S] in the order of their experts; and of
-the expert at hand, the first of its places, their number, and the address of its result."""
+"""The last eight are set by the driver: the places [T S] in the order of their experts, and where each is among them,
+or -1; results [T S, D] in that order; the items; and where it computes one after the other, the lent memory, and which
+is at hand; whether a call has failed."""
+
+
+@inlined
+def _gather(a: Any, item: Any, begin: int, end: int, room: int) -> None:
+    """Copy rows of an item to the expert's input."""
+    order = view(a.order, a.T * a.S, np.int64)
+    for r in range(begin, end):
+        x = a.x + 4 * a.D * (order[item.first + r] // a.S)
+        view(room + 4 * a.D * r, a.D, np.float32)[:] = view(x, a.D, np.float32)
+
+
+@inlined
+def _keep(a: Any, item: Any, begin: int, end: int, room: int) -> None:
+    """Copy rows of the expert's result to where they are added up."""
+    found = room + view(a.experts, a.X, EXPERT)[item.expert].found
+    for r in range(begin, end):
+        out = a.results + 4 * a.D * (item.first + r)
+        view(out, a.D, np.float32)[:] = view(found + 4 * a.D * r, a.D, np.float32)
+
+
+@inlined
+def _make_calls(pool: int, a: Any, item: Any, room: int, record: Any) -> None:
+    """Make the planned calls of an item's expert; ``record`` has room for the arguments of one."""
+    words, moves = view(a.words, a.num_words, np.int64), view(a.moves, a.num_moves, np.int64)
+    expert, calls = view(a.experts, a.X, EXPERT)[item.expert], view(a.calls, a.num_calls, CALL)
+    for c in range(expert.first, expert.end):
+        planned = calls[c]
+        for i in range(planned.size):
+            record[i] = words[planned.first + i]
+        for i in range(planned.first_move, planned.end_move):
+            record[moves[i]] += room
+        record[planned.rows] = item.count
+        if call_driver(planned.driver, pool, record.ctypes.data) != 0:
+            a.failed = 1
 
 
 @task
 def _gather_task(arguments: int, begin: int, end: int) -> None:
-    """Task over an expert's rows: copy them to its input."""
+    """Task over rows of the item at hand."""
     a = read(arguments, ARGUMENTS)
-    order = view(a.order, a.T * a.S, np.int64)
-    for r in range(begin, end):
-        x, out = a.x + 4 * a.D * (order[a.begin + r] // a.S), a.room + 4 * a.D * r
-        view(out, a.D, np.float32)[:] = view(x, a.D, np.float32)
+    _gather(a, view(a.items, a.num_items, ITEM)[a.item], begin, end, a.room)
+
+
+@task
+def _keep_task(arguments: int, begin: int, end: int) -> None:
+    """Task over rows of the item at hand."""
+    a = read(arguments, ARGUMENTS)
+    _keep(a, view(a.items, a.num_items, ITEM)[a.item], begin, end, a.room)
+
+
+@task
+def _compute_task(arguments: int, begin: int, end: int) -> None:
+    """Task over items, each of which one thread computes."""
+    a = read(arguments, ARGUMENTS)
+    memory, record = whole_lines(1, a.memory // 4), np.empty(a.most_words, np.int64)
+    items, room = view(a.items, a.num_items, ITEM), memory.ctypes.data
+    for i in range(begin, end):
+        _gather(a, items[i], 0, items[i].count, room)
+        _make_calls(0, a, items[i], room, record)
+        _keep(a, items[i], 0, items[i].count, room)
+    keep((memory, record))
 
 
 @task
 def _add_task(arguments: int, begin: int, end: int) -> None:
-    """Task over an expert's rows: add the results, times their shares, to the sums."""
+    """Task over rows: the sum of the results in the order of their experts, and the residual."""
     a = read(arguments, ARGUMENTS)
-    order, shares = view(a.order, a.T * a.S, np.int64), view(a.shares, a.T * a.S, np.float32)
-    for r in range(begin, end):
-        place = order[a.begin + r]
-        share, found = shares[place], view(a.found + 4 * a.D * r, a.D, np.float32)
-        sums = view(a.sums + 4 * a.D * (place // a.S), a.D, np.float32)
-        for i in range(a.D):
-            sums[i] += found[i] * share
-
-
-@task
-def _finish_task(arguments: int, begin: int, end: int) -> None:
-    """Task over rows: the sums, and the residual."""
-    a = read(arguments, ARGUMENTS)
+    order, where = view(a.order, a.T * a.S, np.int64), view(a.where, a.T * a.S, np.int64)
+    shares, places, total = view(a.shares, a.T * a.S, np.float32), np.empty(a.S, np.int64), np.empty(a.D, np.float32)
     for t in range(begin, end):
-        at = 4 * a.D * t
-        sums, out = view(a.sums + at, a.D, np.float32), view(a.out + at, a.D, np.float32)
+        for s in range(a.S):
+            k = s
+            while k > 0 and places[k - 1] > where[t * a.S + s]:
+                places[k] = places[k - 1]
+                k -= 1
+            places[k] = where[t * a.S + s]
+        total[:] = np.float32(0)
+        for s in range(a.S):
+            if places[s] >= 0:
+                share, row = shares[order[places[s]]], view(a.results + 4 * a.D * places[s], a.D, np.float32)
+                for i in range(a.D):
+                    total[i] += row[i] * share
+        out = view(a.out + 4 * a.D * t, a.D, np.float32)
         if a.residual:
-            residual = view(a.residual + at, a.D, np.float32)
+            residual = view(a.residual + 4 * a.D * t, a.D, np.float32)
             for i in range(a.D):
-                out[i] = residual[i] + sums[i]
+                out[i] = residual[i] + total[i]
         else:
-            out[:] = sums
+            out[:] = total
 
 
 @inlined
-def _sort(a: Any, starts: Any, order: Any) -> Any:
+def _sort(a: Any, starts: Any, order: Any, where: Any) -> Any:
     """Sort places by expert: those of expert i are ``order[starts[i + 1] : starts[i + 2]]``, ascending. Returns how
     many ids are neither an expert's nor -1."""
     ids, wrong = view(a.ids, len(order), np.int64), 0
     for p in range(len(order)):
+        where[p] = -1
         if 0 <= ids[p] < a.X:
             starts[ids[p] + 1] += 1
         elif ids[p] != -1:
@@ -96,43 +153,47 @@ def _sort(a: Any, starts: Any, order: Any) -> Any:
     for p in range(len(order) - 1, -1, -1):
         if 0 <= ids[p] < a.X:
             starts[ids[p] + 1] -= 1
-            order[starts[ids[p] + 1]] = p
+            where[p] = starts[ids[p] + 1]
+            order[where[p]] = p
     return wrong
 
 
 @inlined
-def _make_call(pool: int, a: Any, planned: Any, record: Any) -> Any:
-    """Make a planned call for the rows at hand; ``record`` has room for its arguments."""
-    words, moves = view(a.words, a.num_words, np.int64), view(a.moves, a.num_moves, np.int64)
-    for i in range(planned.size):
-        record[i] = words[planned.first + i]
-    for i in range(planned.first_move, planned.end_move):
-        record[moves[i]] += a.room
-    record[planned.rows] = a.count
-    return call_driver(planned.driver, pool, record.ctypes.data)
+def _divide(a: Any, starts: Any, items: Any, threads: int) -> Any:
+    """Divide the experts' rows into items; whether threads that take an item each are done at about the same time."""
+    total = most = 0
+    for i in range(a.X):
+        for first in range(starts[i + 1], starts[i + 2], ROWS):
+            item, count = items[a.num_items], min(ROWS, starts[i + 2] - first)
+            item.expert, item.first, item.count = i, first, count
+            total, most, a.num_items = total + count + 1, max(most, count + 1), a.num_items + 1
+    return 4 * threads * most * ((a.num_items + threads - 1) // threads) <= 5 * total
 
 
 @driver
 def _driver(pool: int, arguments: int) -> int:
     a = read(arguments, ARGUMENTS)
-    experts, calls = view(a.experts, a.X, EXPERT), view(a.calls, a.num_calls, CALL)
-    starts, order = np.zeros(a.X + 2, np.int64), np.empty(a.T * a.S, np.int64)
-    sums, room = np.zeros(a.T * a.D, np.float32), whole_lines(1, a.memory // 4)
-    record, piece = np.empty(a.most_words, np.int64), max(1, NUMBERS_A_PIECE // a.D)
-    a.sums, a.room, a.order = sums.ctypes.data, room.ctypes.data, order.ctypes.data
-    failed = _sort(a, starts, order)
-    for i in range(a.X if failed == 0 else 0):
-        a.begin, a.found = starts[i + 1], a.room + experts[i].found
-        while a.begin < starts[i + 2]:
-            a.count = min(ROWS, starts[i + 2] - a.begin)
-            run(pool, a.gather, arguments, a.count, piece)
-            for c in range(experts[i].first, experts[i].end):
-                failed += _make_call(pool, a, calls[c], record)
-            run(pool, a.add, arguments, a.count, piece)
-            a.begin += a.count
-    run(pool, a.finish, arguments, a.T, piece)
-    keep((starts, order, sums, room, record))
-    return 0 if failed == 0 else 1
+    P, piece = a.T * a.S, max(1, NUMBERS_A_PIECE // a.D)
+    starts, order, where = np.zeros(a.X + 2, np.int64), np.empty(P, np.int64), np.empty(P, np.int64)
+    results, items = np.empty(P * a.D, np.float32), np.empty(a.X + P // ROWS, ITEM)
+    a.order, a.where, a.results, a.items = order.ctypes.data, where.ctypes.data, results.ctypes.data, items.ctypes.data
+    a.num_items = a.failed = 0
+    if _sort(a, starts, order, where):
+        return 1
+    if _divide(a, starts, items, width(pool)):
+        run(pool, a.compute, arguments, a.num_items, 1)
+    else:
+        memory, record = whole_lines(1, a.memory // 4), np.empty(a.most_words, np.int64)
+        a.room = memory.ctypes.data
+        for i in range(a.num_items):
+            a.item = i
+            run(pool, a.gather, arguments, items[i].count, piece)
+            _make_calls(pool, a, items[i], a.room, record)
+            run(pool, a.keep, arguments, items[i].count, piece)
+        keep((memory, record))
+    run(pool, a.add, arguments, a.T, piece)
+    keep((starts, order, where, results, items))
+    return int(a.failed)
 
 
 class _Room(Arena):
@@ -248,7 +309,7 @@ def sum_over_experts_numba(
     assert out_TD.is_contiguous(), "the rows of the residual must follow one another"
     assert out_TD.shape == x.shape, f"the residual is {list(out_TD.shape)}, x {list(x.shape)}"
     places = x.data_ptr(), ids.data_ptr(), shares.data_ptr(), address(residual_TD), out_TD.data_ptr()
-    tasks = _gather_task(), _add_task(), _finish_task()
+    tasks = _gather_task(), _keep_task(), _compute_task(), _add_task()
     error = f"sum_over_experts: ids of experts must be from 0 to {experts.num_experts - 1}, or -1"
-    call(_driver(), ARGUMENTS, (*places, T, D, S, *plan.values(), *tasks, *[0] * 6), error)
+    call(_driver(), ARGUMENTS, (*places, T, D, S, *plan.values(), *tasks, *[0] * 8), error)
     return out_TD

@@ -221,7 +221,8 @@ def test_experts_in_several_forms_are_not_moved(checkpoint: Checkpoint) -> None:
         mixtures = load(checkpoint, dataclasses.replace(DENSE, packs=True), collective).mixtures
         if collective.rank:
             mixtures[0].own.experts = dataclasses.replace(  # type: ignore
-                mixtures[0].own.experts, gate_up_bias=torch.zeros(3, 1)
+                mixtures[0].own.experts,  # type: ignore
+                gate_up_bias=torch.zeros(3, 1),
             )
         ExpertMoves(mixtures).check()
 

@@ -77,11 +77,11 @@ def test_scaled_columns(shape: tuple[int, int], dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [(1, 2), (3, 14), (70, 640), (0, 32)])
-def test_what_shared_experts_add(shape: tuple[int, int], dtype: torch.dtype) -> None:
+def test_what_is_added_to_a_residual_stream(shape: tuple[int, int], dtype: torch.dtype) -> None:
     x, residual = torch.randn(shape).to(dtype), torch.randn(shape).to(dtype)
     gate = (torch.randn(shape[0], 1) * 30).to(dtype)
     for share, factor in ((0.3, 0.3), (gate, 1 / (1 + torch.exp(-gate.double())))):
-        found = ops.add_shared(x.clone(), share, residual.clone())
+        found = ops.add_scaled(x.clone(), share, residual.clone())
         assert found.dtype == dtype
         assert_close(found, x.double() * factor + residual.double())
 

@@ -197,11 +197,11 @@ def test_logits_with_other_operations_are_never_recorded(pair: Pair) -> None:
 
 
 WIDTHS = {"moe_intermediate_size": 32, "intermediate_size": 64}
-"""Multiples of 16: other widths are padded, which is not recorded."""
+"""Multiples of 16, as those of heads are: other widths are padded, which is not recorded."""
 MIXTURES: dict[str, dict[str, Any]] = {
     "qwen3_moe/normalised": WIDTHS,
     "qwen3_5_moe/experts": WIDTHS | {"shared_expert_intermediate_size": 32},
-    "lfm2_moe/experts": WIDTHS,
+    "lfm2_moe/experts": WIDTHS | {"hidden_size": 64},
     "granitemoehybrid/experts": {"intermediate_size": 32, "shared_intermediate_size": 32},
     "gpt_oss/sinks": {"intermediate_size": 32},
     "nemotron_h/experts": WIDTHS | {"moe_shared_expert_intermediate_size": 32},

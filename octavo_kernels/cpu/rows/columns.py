@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from octavo.ops.activation import add_shared, scaled, sigmoid_and_mul
+from octavo.ops.activation import add_scaled, scaled, sigmoid_and_mul
 from octavo.ops.linear import concat, put_columns
 from octavo_kernels.cpu.calls import call, task_driver
 from octavo_kernels.cpu.compiled import driver, rarely_used, task
@@ -66,7 +66,7 @@ def concat_numba(first_TM: Tensor, *others: Tensor) -> Tensor:
     return out_TN
 
 
-# ---- sigmoid_and_mul, add_shared: in float32, as calls that can be recorded.
+# ---- sigmoid_and_mul, add_scaled: in float32, as calls that can be recorded.
 
 
 GATE = fields("gate stride is_column x addend out T N")
@@ -104,14 +104,14 @@ def sigmoid_and_mul_numba(gate_TN: Tensor, x_TN: Tensor) -> Tensor:
     return _gated(gate_TN, 0, x_TN.contiguous(), None)
 
 
-@add_shared.kernel(device="cpu", name="numba", preference=10, supports=declines)
-def add_shared_numba(x_TN: Tensor, share: float | Tensor, residual_TN: Tensor) -> Tensor:
-    """See ``ops.add_shared``."""
-    if not isinstance(share, Tensor):
-        return scaled_numba(x_TN, share, residual_TN)
-    assert share.shape == (len(x_TN), 1), f"shares for {list(share.shape)}, x is {list(x_TN.shape)}"
+@add_scaled.kernel(device="cpu", name="numba", preference=10, supports=declines)
+def add_scaled_numba(x_TN: Tensor, factor: float | Tensor, residual_TN: Tensor) -> Tensor:
+    """See ``ops.add_scaled``."""
+    if not isinstance(factor, Tensor):
+        return scaled_numba(x_TN, factor, residual_TN)
+    assert factor.shape == (len(x_TN), 1), f"gates for {list(factor.shape)}, x is {list(x_TN.shape)}"
     assert residual_TN.shape == x_TN.shape, f"the residual is {list(residual_TN.shape)}, x {list(x_TN.shape)}"
-    return _gated(share.contiguous(), 1, x_TN.contiguous(), residual_TN.contiguous())
+    return _gated(factor.contiguous(), 1, x_TN.contiguous(), residual_TN.contiguous())
 
 
 def _gated(gate: Tensor, is_column: int, x_TN: Tensor, addend_TN: Tensor | None) -> Tensor:

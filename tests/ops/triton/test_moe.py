@@ -54,7 +54,7 @@ def test_experts(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     x, ids, shares, experts = make(T, activation, has_biases, dtype, device)
-    biases = [bias.double() for bias in experts[3:] if isinstance(bias, Tensor)]
+    biases = [bias.double() for bias in (experts.gate_up_bias, experts.down_bias) if bias is not None]
     wide = Experts(experts.gate_up.double(), experts.down.double(), activation, *biases)
     expected = moe.reference(x.double(), ids, shares.double(), wide)
     residual = torch.randn_like(x)
