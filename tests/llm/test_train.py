@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -50,12 +50,19 @@ def gradients(policy: Policy, *, temperature: float = 1.0) -> dict[str, Tensor]:
 
 def weighted(logprobs: Sequence[Tensor]) -> Tensor:
     generator = torch.Generator().manual_seed(1)
-    return sum((row * torch.randn(len(row), generator=generator)).sum() for row in logprobs)
+    return sum((row.cpu() * torch.randn(len(row), generator=generator)).sum() for row in logprobs)
+
+
+def check_equal(found: Mapping[str, Tensor], expected: Mapping[str, Tensor], error: float) -> None:
+    """To this relative error, or that of a thousandth of the largest gradient: some are zero in truth."""
+    assert found.keys() == expected.keys()
+    largest = max(float(x.norm()) for x in expected.values())
+    for name, x in expected.items():
+        assert float((found[name].cpu().double() - x).norm()) <= error * max(float(x.norm()), largest / 1000), name
 
 
 @pytest.mark.parametrize("row", nightly_after(5, ROWS))
 def test_gradients_are_those_of_transformers(row: str, tmp_path: Path) -> None:
-    """Of every parameter, to 2e-5 of its size (or of a thousandth of the largest, for those that are zero in truth)."""
     reference = make_checkpoint(tmp_path, row).double()
     found = gradients(Policy(tmp_path, **SETTINGS))
     logits = [reference(torch.tensor([tokens[:-1]]), use_cache=False).logits[0] for tokens in SEQUENCES]
@@ -63,11 +70,7 @@ def test_gradients_are_those_of_transformers(row: str, tmp_path: Path) -> None:
     weighted([x.log_softmax(-1).gather(1, torch.tensor(tokens[1:])[:, None])[:, 0] for x, tokens in pairs]).backward()
     expected = {name: tensor.grad for name, tensor in reference.named_parameters() if tensor.grad is not None}
     expected = {name.replace("lm_head", "embed_out") if name not in found else name: x for name, x in expected.items()}
-    assert found.keys() == expected.keys()
-    largest = max(float(x.norm()) for x in expected.values())
-    for name, x in expected.items():
-        error = float((found[name].double() - x).norm())
-        assert error <= 2e-5 * max(float(x.norm()), largest / 1000), name
+    check_equal(found, expected, 2e-5)
 
 
 def differences(llm: LLM, policy: Policy, temperature: float = 1.0) -> float:
@@ -79,7 +82,7 @@ def differences(llm: LLM, policy: Policy, temperature: float = 1.0) -> float:
     for row, prompt, output in zip(forward(policy, texts, temperature=temperature), PROMPTS, outputs, strict=True):
         pairs = zip(output.token_ids, output.logprobs or [], strict=True)
         said = torch.tensor([top[token].logprob for token, top in pairs])
-        largest = max(largest, float((row[len(prompt) - 1 :].detach() - said).abs().max()))
+        largest = max(largest, float((row[len(prompt) - 1 :].detach().cpu() - said).abs().max()))
     return largest
 
 
@@ -94,7 +97,11 @@ def differences(llm: LLM, policy: Policy, temperature: float = 1.0) -> float:
     ],
 )
 def test_bits_are_those_of_sampling(row: str, settings: dict[str, Any], is_16_bits: bool, tmp_path: Path) -> None:
-    """Before and after an update with the policy's weights, whose halves are rounded to the checkpoint's type."""
+    check_bits(row, settings, is_16_bits, tmp_path)
+
+
+def check_bits(row: str, settings: dict[str, Any], is_16_bits: bool, tmp_path: Path) -> None:
+    """Before and after an update with the policy's weights, which are rounded to the checkpoint's type."""
     folder = write_checkpoint(tmp_path / "a")
     make_checkpoint(folder, row, vocab_size=264)
     if is_16_bits:
