@@ -114,12 +114,13 @@ def _qwen(config: Mapping[str, Any], given: Mapping[str, Any], patch: int, scale
     size = given.get("size") or {}
     least = given.get("min_pixels") or size.get("shortest_edge") or 56 * 56
     most = given.get("max_pixels") or size.get("longest_edge") or 28 * 28 * 1280
+    token = config.get("image_token_id") or config.get("image_token_index")
     return ImageProcessor(
         settings={"rule": "area", "factor": side, "least": int(least), "most": int(most), "resample": 3}
         | {"most_pixels": MOST_PIXELS},
         placeholder="<|image_pad|>",
         around=("<|vision_start|>", "<|vision_end|>"),
-        token=int(config.get("image_token_id") or config[TOKENS].get("<|image_pad|>", 151_655)),
+        token=int(token or config[TOKENS].get("<|image_pad|>", 151_655)),
         token_text="<|image_pad|>",
         side=side,
         has_grid=True,
@@ -173,6 +174,10 @@ def _qwen3(config: Mapping[str, Any], given: Mapping[str, Any]) -> ImageProcesso
         is_middle=True,
     )
     return dataclasses.replace(found, video=video)
+
+
+def _qwen25_omni(config: Mapping[str, Any], given: Mapping[str, Any]) -> ImageProcessor:
+    return dataclasses.replace(_qwen25(config, given), video=None)
 
 
 def _qwen3_omni(config: Mapping[str, Any], given: Mapping[str, Any]) -> ImageProcessor:
@@ -504,6 +509,8 @@ PROCESSORS: dict[str, Maker] = {
     "PaliGemmaForConditionalGeneration": _paligemma,
     "QianfanOCRForConditionalGeneration": _internvl,
     "Qwen2VLForConditionalGeneration": _qwen25,
+    "Qwen2_5OmniForConditionalGeneration": _qwen25_omni,
+    "Qwen2_5OmniModel": _qwen25_omni,
     "Qwen2_5_VLForConditionalGeneration": _qwen25,
     "Qwen3OmniMoeForConditionalGeneration": _qwen3_omni,
     "Qwen3VLForConditionalGeneration": _qwen3,

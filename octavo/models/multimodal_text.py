@@ -132,6 +132,8 @@ TEXT_PARTS: dict[str, str] = {
     "QianfanOCRForConditionalGeneration": "qwen3",
     "Qwen2AudioForConditionalGeneration": "qwen2",
     "Qwen2VLForConditionalGeneration": "qwen2_vl_text",
+    "Qwen2_5OmniForConditionalGeneration": "qwen2_5_omni_text",
+    "Qwen2_5OmniModel": "qwen2_5_omni_text",
     "Qwen2_5_VLForConditionalGeneration": "qwen2_5_vl_text",
     "Qwen3_5ForConditionalGeneration": "qwen3_5_text",
     "Qwen3_5MoeForConditionalGeneration": "qwen3_5_moe_text",
@@ -158,7 +160,7 @@ PREFIXES = {
 LEFT_OUT = re.compile(
     r"((model|thinker)\.)?(vision|vision_tower|vision_model|vision_encoder|vision_projection|visual|visual_embeddings_table|connector|"
     r"multi_modal_projector|mm_projector|projector|mlp_AR|mlp1|patch_merge_mlp|merger|image_newline|image_tower|video_tower|audio_tower|embed_vision|"
-    r"embed_audio|vision_embedder|view_sep[ea]rator|sam_model|qwen2_model|talker|code2wav)\b"
+    r"embed_audio|vision_embedder|view_sep[ea]rator|sam_model|qwen2_model|talker|code2wav|token2wav)\b"
 )
 """Names of the other parts."""
 OF_HEADS = re.compile(r"(lm_head|score|classifier)\.")

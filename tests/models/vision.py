@@ -31,6 +31,8 @@ from transformers import (
     PixtralImageProcessorPil,
     PreTrainedModel,
     ProcessorMixin,
+    Qwen2_5OmniThinkerConfig,
+    Qwen2_5OmniThinkerForConditionalGeneration,
     Qwen2VLImageProcessorPil,
     Qwen3OmniMoeThinkerConfig,
     Qwen3OmniMoeThinkerForConditionalGeneration,
@@ -306,9 +308,11 @@ INPUTS += ("spatial_shapes", "pixel_values_local", "num_local_patches", "patches
 """What models take of what processors give."""
 
 
-def _omni() -> PreTrainedModel:
+AUDIO = {"d_model": 16, "encoder_layers": 1, "encoder_attention_heads": 2, "encoder_ffn_dim": 16, "output_dim": 64}
+
+
+def _omni3() -> PreTrainedModel:
     """The part of Qwen3-Omni that reads images and writes text."""
-    audio = {"d_model": 16, "encoder_layers": 1, "encoder_attention_heads": 2, "encoder_ffn_dim": 16}
     config = Qwen3OmniMoeThinkerConfig(
         text_config={
             **TEXT,
@@ -318,17 +322,27 @@ def _omni() -> PreTrainedModel:
             "moe_intermediate_size": 32,
         },
         vision_config={**QWEN3_VISION, "depth": 3, "deepstack_visual_indexes": [0, 2]},
-        audio_config={**audio, "output_dim": 64, "downsample_hidden_size": 8, "num_mel_bins": 16},
+        audio_config={**AUDIO, "downsample_hidden_size": 8, "num_mel_bins": 16},
         image_token_id=IMAGE,
     )
     return Qwen3OmniMoeThinkerForConditionalGeneration._from_config(config, attn_implementation="eager")
 
 
-def _as_omni(folder: Path) -> None:
+def _omni25() -> PreTrainedModel:
+    """That of Qwen2.5-Omni."""
+    config = Qwen2_5OmniThinkerConfig(
+        text_config={**TEXT, "rope_parameters": ROPE},
+        vision_config={**QWEN_VISION, "depth": 3, "fullatt_block_indexes": [1], "window_size": 56},
+        audio_config={**AUDIO, "num_mel_bins": 16},
+        image_token_index=IMAGE,
+    )
+    return Qwen2_5OmniThinkerForConditionalGeneration._from_config(config, attn_implementation="eager")
+
+
+def _as_omni(folder: Path, whole: str) -> None:
     """Within the whole model, as it is published."""
     config, stored = written_config(folder), load_file(folder / "model.safetensors")
-    whole = {"architectures": ["Qwen3OmniMoeForConditionalGeneration"], "model_type": "qwen3_omni_moe"}
-    (folder / "config.json").write_text(json.dumps({**whole, "thinker_config": config}))
+    (folder / "config.json").write_text(json.dumps({"architectures": [whole], "thinker_config": config}))
     names = {
         name: name.replace("model.language_model.", "model.").replace("model.visual.", "visual.") for name in stored
     }
@@ -380,7 +394,22 @@ FAMILIES = {
         QWEN3_PROCESSOR,
         of_grid,
     ),
-    "omni_qwen3": Family("", {}, QWEN3_PROCESSOR, of_grid, rewrite=_as_omni, model=_omni),
+    "omni_qwen2_5": Family(
+        "",
+        {},
+        lambda: Qwen2VLImageProcessorPil(size=QWEN_SIZE),
+        of_grid,
+        rewrite=partial(_as_omni, whole="Qwen2_5OmniModel"),
+        model=_omni25,
+    ),
+    "omni_qwen3": Family(
+        "",
+        {},
+        QWEN3_PROCESSOR,
+        of_grid,
+        rewrite=partial(_as_omni, whole="Qwen3OmniMoeForConditionalGeneration"),
+        model=_omni3,
+    ),
     "qwen3_5": Family(
         "qwen3_5",
         {
@@ -685,7 +714,7 @@ def expected_logprobs(
     kinds: dict[str, Any] = {}
     if name.startswith(("qwen", "glm", "gemma", "paddle")):
         kinds = {"token_type_ids" if name == "gemma3" else "mm_token_type_ids": (ids == IMAGE).int()}
-    if name == "omni_qwen3":  # it looks for tokens around images, which these prompts do not have
+    if name.startswith("omni"):  # they look for tokens around images, which these prompts do not have
         kinds = {"position_ids": _axial_positions(ids[0].tolist(), found.get("image_grid_thw", ()))}
     if name == PREFIX:
         kinds = {"token_type_ids": (torch.arange(ids.shape[1]) >= len(tokens)).int()[None]}

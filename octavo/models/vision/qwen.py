@@ -60,6 +60,8 @@ class QwenConfig(VisionConfig):
     has_qkv_bias: bool = True
     num_kv_heads: int = 0
     """Of keys and values; 0: as many as of queries."""
+    is_split: bool = False
+    """Whether checkpoints have a map each for queries, keys and values."""
     norms_heads: bool = False
     """Whether queries and keys are normalised."""
     window: int = 0
@@ -132,7 +134,13 @@ class QwenBlock:
         self.num_heads, self.num_kv_heads = config.num_heads, config.num_kv_heads or config.num_heads
         H, ends = D // config.num_heads, "qk" if config.norms_heads else ""
         size = (self.num_heads + 2 * self.num_kv_heads) * H
-        self.qkv = Affine(weights, f"{prefix}.attn.qkv", (size, D), config.has_qkv_bias)
+        if config.is_split:
+            self.qkv = Affine(weights, f"{prefix}.attn.q", (D, D))
+            parts = [self.qkv, *(Affine(weights, f"{prefix}.attn.{end}", (D, D)) for end in "kv")]
+            self.qkv.weight = torch.cat([each.weight for each in parts])
+            self.qkv.bias = torch.cat([each.bias for each in parts if each.bias is not None])
+        else:
+            self.qkv = Affine(weights, f"{prefix}.attn.qkv", (size, D), config.has_qkv_bias)
         self.proj = Affine(weights, f"{prefix}.attn.proj", (D, D), config.has_bias)
         self.head_norms = [RMSNorm(weights, f"{prefix}.attn.{end}_norm", H, config.eps) for end in ends]
         self.norms = [norm_of(config)(weights, f"{prefix}.norm{i}", D, config.eps) for i in (1, 2)]
@@ -219,6 +227,19 @@ class Qwen25Tower(QwenTower):
         if self.config.window:
             x_ND = x_ND[back]
         return self.merger(self.norm(x_ND).view(len(x_ND) // self.config.merge**2, -1))
+
+
+class Qwen25OmniTower(Qwen25Tower):
+    """The tower of Qwen2.5-Omni (arXiv 2503.20215)."""
+
+    @classmethod
+    def read_config(cls, keys: ConfigKeys) -> QwenConfig:
+        return read_windowed(keys, is_split=True)
+
+    @staticmethod
+    def own_name(name: str) -> str:
+        """The name in Qwen2.5-VL."""
+        return name.removeprefix("thinker.")
 
 
 class ExaoneTower(Qwen25Tower):

@@ -23,7 +23,14 @@ from octavo.models.vision.minicpm import MiniCPMTower
 from octavo.models.vision.moonvit import MoonTower
 from octavo.models.vision.naflex import LfmTower, PaddleOCRTower
 from octavo.models.vision.pixtral import LightOnTower, Mistral3Tower, PixtralTower
-from octavo.models.vision.qwen import ExaoneTower, Qwen2Tower, Qwen3OmniTower, Qwen3Tower, Qwen25Tower
+from octavo.models.vision.qwen import (
+    ExaoneTower,
+    Qwen2Tower,
+    Qwen3OmniTower,
+    Qwen3Tower,
+    Qwen25OmniTower,
+    Qwen25Tower,
+)
 from octavo.models.vision.sam import GotTower
 from octavo.models.vision.siglip import Gemma3Tower, Idefics3Tower, PaliGemmaTower
 from octavo.models.vision.tower import Tower, VisionConfig, axes_tensor
@@ -78,6 +85,8 @@ TOWERS: dict[str, Family] = {
     "PaliGemmaForConditionalGeneration": PaliGemmaTower,
     "QianfanOCRForConditionalGeneration": QianfanTower,
     "Qwen2VLForConditionalGeneration": Qwen2Tower,
+    "Qwen2_5OmniForConditionalGeneration": Qwen25OmniTower,
+    "Qwen2_5OmniModel": Qwen25OmniTower,
     "Qwen2_5_VLForConditionalGeneration": Qwen25Tower,
     "Qwen3OmniMoeForConditionalGeneration": Qwen3OmniTower,
     "Qwen3VLForConditionalGeneration": Qwen3Tower,
