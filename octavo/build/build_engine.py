@@ -132,7 +132,7 @@ def build_engine(
     method = parse_speculative_config(config.speculative.speculative_config)
     found = find_drafter(method, config, model_config, checkpoint, device)
     with kernel_compilation(form, kv_dtype), _started_ranks(config, path, model_config, device, started) as ranks:
-        collective, link = device_collective(ranks.collective, device), ranks.link(form.dtype)
+        collective, link = device_collective(ranks.collective, device), ranks.link(form.dtype, model_config.hidden_size)
         model_config, loaded, adapters = _load(config.model, model_config, checkpoint, form, collective, link)
         drafting = load_drafter(method, config, DraftTarget(loaded, model_config, form, collective), found)
         vision = load_vision(config, path, checkpoint, model_config, form)
@@ -153,10 +153,10 @@ def build_engine(
         warm_up()
         phases.done("kernels and graphs")
     info = _info(model_config, loaded, form, limits, budget, config.model, *generation, images, updates, pooling)
-    scheduler = _scheduler(config, limits, method, images, model_config.rope_sets)
+    depth = _depth(config.scheduler, device, limits, method, config.model.pipeline_parallel_size)
+    scheduler = _scheduler(config, limits, method, images, model_config.rope_sets, 1 if link is None else depth)
     weights = _connect_blocks(scheduler, config, runner, storage, path, form, info)
     lora = None if numbers is None else _load_adapters(config.model, runner, numbers)
-    depth = _depth(config.scheduler, device, limits, method)
     ranks.report_to(on_lost)
     timed, sleeper = logged(runner, config.scheduler.step_log), runner if info.sleeps_in_host_memory else None
     if expects_grammars:
@@ -166,10 +166,13 @@ def build_engine(
     return Engine(scheduler, balanced, grammars, lora, sleeper, weights, depth), info
 
 
-def _depth(settings: SchedulerSettings, device: torch.device, limits: memory.Limits, method: Method | None) -> int:
-    """Steps in flight: one if drafts can be rejected and there is recurrent state, as the next begins with it."""
+def _depth(
+    settings: SchedulerSettings, device: torch.device, limits: memory.Limits, method: Method | None, num_stages: int
+) -> int:
+    """Steps in flight: one for each stage, but one if drafts can be rejected and there is recurrent state, as the next
+    begins with it."""
     waits = limits.states is not None and method is not None
-    return DEPTH[device.type] if settings.async_scheduling and not waits else 1
+    return num_stages * DEPTH[device.type] if settings.async_scheduling and not waits else 1
 
 
 def _info(
@@ -231,7 +234,8 @@ def build_rank(
     pooling = read_pooling(path, config.model.pooling_type, is_encoder=False)
     method = parse_speculative_config(config.speculative.speculative_config)
     found = find_drafter(method, config, model_config, checkpoint, device)
-    link = StageLink(ranks, check, form.dtype) if ranks.num_stages > 1 else None
+    width = model_config.hidden_size
+    link = StageLink(ranks, check, form.dtype, width) if ranks.num_stages > 1 else None
     model_config = _staged(model_config, link)
     with kernel_compilation(form, kv_dtype):
         collective = device_collective(ranks.within, device)
@@ -484,6 +488,7 @@ def _scheduler(
     method: Method | None,
     images: ImageSettings | None,
     rope_sets: RopeSets | None,
+    num_stages: int,
 ) -> Scheduler:
     return Scheduler(
         _cache(config.cache, limits),
@@ -493,6 +498,7 @@ def _scheduler(
         speculation=None if method is None else _speculation(method),
         images=images,
         rope_sets=rope_sets,
+        num_stages=num_stages,
     )
 
 

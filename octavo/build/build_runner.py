@@ -70,7 +70,7 @@ def make_runner(
         has_rope_sets=most.has_rope_sets,
         route_bytes=0 if storage.routes_NC is None else 2 * storage.routes_NC.shape[1],
     )
-    runner = StepRunner(executor, encoder)
+    runner = StepRunner(executor, encoder, settings.pipeline_parallel_size > 1)
     if not executor.runs_ahead:
         return runner, partial(compute_padding, runner)
     has_graphs = not settings.enforce_eager

@@ -79,9 +79,11 @@ class Scheduler(SequenceAdmission):
         speculation: Speculation | None = None,
         images: ImageSettings | None = None,
         rope_sets: RopeSets | None = None,
+        num_stages: int = 1,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Without ``chunked_prefill`` no prompt may be longer than the token budget."""
+        """Without ``chunked_prefill`` no prompt may be longer than the token budget. ``num_stages``: steps that are
+        computed at once, one behind the other, among which sequences are divided."""
         if max_num_batched_tokens < max_num_seqs:
             raise ConfigError(
                 f"max_num_batched_tokens ({max_num_batched_tokens}) must be at least max_num_seqs ({max_num_seqs})"
@@ -94,6 +96,7 @@ class Scheduler(SequenceAdmission):
         self.images = None if images is None else Images(images, max_num_batched_tokens)
         """``None`` for a model that takes no images."""
         self.rope_sets = rope_sets
+        self.num_stages = num_stages
         self.routes: RouteReading | None = None
         """``None`` if it is not kept which experts tokens use."""
         self.num_lookahead = 0 if speculation is None else speculation.num_lookahead
@@ -196,7 +199,7 @@ class Scheduler(SequenceAdmission):
         total_budget = min(total_budget, prompt_budget + num_drafts)
         budget, self.cut, num_behind = total_budget - sum(shares.values()), [], len(self.running)
         states = self.cache.states
-        for seq in list(self.running.values()):
+        for seq in self._of_step():
             num_behind -= 1
             start = seq.num_computed_tokens
             num_tokens = len(seq.tokens) - start
@@ -232,6 +235,14 @@ class Scheduler(SequenceAdmission):
             rest = self._admit(plan, budget + sum(shares.values()))
         self.cache.note_filled(total_budget - rest)
         return plan
+
+    def _of_step(self) -> list[Sequence]:
+        """The running sequences, the oldest first; with stages, as many as come to each of them, and none whose next
+        token is in flight, as the step would wait for it."""
+        if self.num_stages == 1:
+            return list(self.running.values())
+        most = -(-len(self.running) // self.num_stages)
+        return [seq for seq in self.running.values() if seq.tokens[-1] is not None][:most]
 
     def _take(self, seq: Sequence, num_tokens: int, drafts: tuple[int, ...] = ()) -> Scheduled:
         start, states = seq.num_computed_tokens, self.cache.states

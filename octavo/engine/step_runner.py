@@ -82,12 +82,14 @@ class PendingStep:
 class StepRunner:
     """Sends steps to an executor. ``sample`` must be called in the order in which plans were submitted.
 
-    A step is sent on submission if the executor runs ahead and the step needs no input that is known only later, such
-    as a grammar's masks. Otherwise it is sent when ``sample`` is called, and later steps follow it.
+    A step is sent on submission if the executor runs ahead, or has stages, and the step needs no input that is known
+    only later, such as a grammar's masks. Otherwise it is sent when ``sample`` is called, and later steps follow it.
     """
 
-    def __init__(self, executor: Executor, encoder: StepEncoder) -> None:
+    def __init__(self, executor: Executor, encoder: StepEncoder, has_stages: bool = False) -> None:
+        """``has_stages``: the executor computes several steps at once, one behind the other."""
         self.executor = executor
+        self._sends_ahead = executor.runs_ahead or has_stages
         self.encoder = encoder
         self._waiting: deque[PendingStep] = deque()
         """Steps submitted but not sent."""
@@ -126,7 +128,7 @@ class StepRunner:
     def submit(self, plan: Plan) -> PendingStep:
         """Accept a plan, and send it if possible; never wait for the device."""
         self._num_unfinished += 1
-        if not self.executor.runs_ahead:
+        if not self._sends_ahead:
             pending = PendingStep(self, plan, waits_for_host=True)
             self._waiting.append(pending)
             return pending
@@ -157,7 +159,7 @@ class StepRunner:
             self._num_unfinished -= 1
 
     def _send_those_behind(self) -> None:
-        while self.executor.runs_ahead and self._waiting and not self._waiting[0].waits_for_host:
+        while self._sends_ahead and self._waiting and not self._waiting[0].waits_for_host:
             self._send_step(self._waiting.popleft())
 
     def _send_step(self, pending: PendingStep, masks: Masks = NO_MASKS, of_seq: Indices | None = None) -> None:

@@ -63,6 +63,8 @@ class RankMemory(Protocol):
     rank: int
     size: int
     num_stages: int
+    channel_bytes: int
+    """Bytes that a stage can hand on before the next one takes them."""
 
     @property
     def stage(self) -> int:

@@ -17,10 +17,10 @@ import numpy as np
 
 from octavo.ops.device_backend import IDLE, WORKS, Check
 from octavo_kernels.cpu.collective import LINE, SharedCollective, region_bytes
-from octavo_kernels.cpu.message_ring import Ring, RingReader, RingWriter, ring_bytes
+from octavo_kernels.cpu.message_ring import RING_BYTES, Ring, RingReader, RingWriter, ring_bytes
 from octavo_kernels.cpu.shared_words import load, publish
 
-KEPT = 16
+KEPT = 64
 """Digests of each rank that are kept; ranks are fewer steps apart when they are compared."""
 
 
@@ -46,6 +46,8 @@ def _padded(num_bytes: int) -> int:
 
 class MappedRankMemory:
     """One rank's view of the shared memory."""
+
+    channel_bytes = RING_BYTES
 
     def __init__(self, descriptor: int, rank: int, size: int, num_stages: int = 1) -> None:
         self.rank, self.size, self.num_stages = rank, size, num_stages

@@ -35,6 +35,7 @@ def make_engine(
     prefix_caching: bool = True,
     trouble: Trouble | None = None,
     depth: int = 1,
+    num_stages: int = 1,
 ) -> tuple[Engine, OracleRunner]:
     runner = OracleRunner(block_size, trouble)
     scheduler = Scheduler(
@@ -42,6 +43,7 @@ def make_engine(
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
         settings=settings or SchedulerSettings(scheduling_policy=policy),
+        num_stages=num_stages,
         clock=clock,
     )
     return Engine(scheduler, runner, depth=depth), runner

@@ -48,6 +48,24 @@ def test_all_sequences_advance_with_the_smallest_budget() -> None:
         assert set(planned(runner)) == set(engine.scheduler.running) or len(engine.scheduler.running) < 4
 
 
+def test_stages_compute_different_sequences_and_chunks_of_one_prompt_at_once() -> None:
+    engine, runner = make_engine(max_num_batched_tokens=10, depth=3, num_stages=3)
+    engine.add(make_request(9, prompt=30, max_tokens=1))
+    engine.step()
+    assert [len(plan[0].tokens) for plan in runner.plans] == [10, 10, 10]
+    run_to_end(engine)
+    for request_id in range(5):
+        engine.add(make_request(request_id, prompt=2, max_tokens=30))
+    for _ in range(4):
+        engine.step()
+    for _ in range(12):
+        engine.step()
+        in_flight = [{item.seq.id for item in plan} for plan in runner.plans[-3:]]
+        assert sorted(map(len, in_flight)) == [1, 2, 2], "each stage has about as much to do"
+        assert set.union(*in_flight) == set(range(5)), "every sequence is in one of the steps"
+    run_to_end(engine)
+
+
 def test_no_sequence_is_overtaken_while_waiting_for_blocks() -> None:
     engine, runner = make_engine(num_blocks=4, block_size=4)
     engine.add(make_request(0, prompt=8, max_tokens=8))

@@ -23,6 +23,7 @@ FEATURES = {
     "plain": Features(),
     "overlap": Features(depth=2),
     "deep overlap": Features(depth=3),
+    "stages": Features(depth=3, stages=3, aborts=True, tight=True),
     "drafts": Features(drafts=True),
     "drafts and overlap": Features(drafts=True, depth=2),
     "masks": Features(grammar=True),

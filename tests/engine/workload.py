@@ -38,6 +38,8 @@ class Features:
     """What may happen in a workload, besides chunking, shared prefixes, preemption and replay."""
 
     depth: int = 1
+    stages: int = 1
+    """Steps that are computed one behind the other."""
     drafts: bool = False
     grammar: bool = False
     fault_rate: float = 0.0
@@ -281,6 +283,7 @@ class Run:
                     turn_tokens=3 if features.policy == "decode-round-robin" else None,
                 ),
                 speculation=self._speculation(),
+                num_stages=features.stages,
                 clock=self.clock,
             ),
             self.runner,

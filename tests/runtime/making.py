@@ -29,10 +29,12 @@ def make_runner(
     limits: StepLimits,
     choose_shape: ChooseShape,
     numbers: dict[str, int] | None = None,
+    has_stages: bool = False,
     **settings: Any,
 ) -> StepRunner:
     batch = PersistentBatch(limits.max_num_seqs, limits.max_blocks, storage.num_groups)
-    return StepRunner(executor, StepEncoder(batch, storage.block_size, vocab_size, choose_shape, numbers, **settings))
+    encoder = StepEncoder(batch, storage.block_size, vocab_size, choose_shape, numbers, **settings)
+    return StepRunner(executor, encoder, has_stages)
 
 
 def host_runner(

@@ -106,7 +106,11 @@ def make_engine(
 
     def make(memory: RankMemory | None) -> Executor:
         collective = SINGLE_RANK if memory is None else memory.within
-        link = None if memory is None or num_stages == 1 else StageLink(memory, lambda: None, torch.float32)
+        link = (
+            None
+            if memory is None or num_stages == 1
+            else StageLink(memory, lambda: None, torch.float32, config.hidden_size)
+        )
         own_config = config if link is None else replace(config, stage=link.stage)
         rows = StackedRows(3, 8) if runs_ahead else AdapterRows()
         loaded = load_model(own_config, checkpoint, form, rows if link is None else None, collective)
@@ -141,7 +145,7 @@ def make_engine(
     graphs = GraphDispatcher(LIMITS.max_num_seqs, LIMITS.max_num_batched_tokens, has_adapters=True, uses_graphs=False)
     choose = graphs.choose if runs_ahead else exact_shape
     served = numbers if num_stages == 1 else None
-    runner = make_runner(executor, storages[0], VOCAB_SIZE, LIMITS, choose, served)
+    runner = make_runner(executor, storages[0], VOCAB_SIZE, LIMITS, choose, served, has_stages=num_stages > 1)
     groups = kv_groups(config.cache, max_window=1000)
     cache = KVCache([GroupSize(num_blocks, group.window) for group in groups], block_size, states=states)
     cache.copy_slots = BlockMessages(runner, 0).copy_slots
@@ -149,12 +153,16 @@ def make_engine(
         cache.states.copy = BlockMessages(runner, 0).copy_state
     most = LIMITS.max_num_seqs, LIMITS.max_num_batched_tokens
     scheduler = Scheduler(
-        cache, max_num_seqs=most[0], max_num_batched_tokens=most[1], speculation=speculating(repeat, NUM_DRAFTS)
+        cache,
+        max_num_seqs=most[0],
+        max_num_batched_tokens=most[1],
+        speculation=speculating(repeat, NUM_DRAFTS),
+        num_stages=num_stages,
     )
     adapters = LoadedAdapters(runner, numbers, 3)
     parts: dict[str, Any] = {"grammars": EveryThird(), "adapters": adapters}
     balanced = BalancedRunner(runner, runner, scheduler.stats) if whole_experts and size > 1 else runner
-    return Made(Engine(scheduler, balanced, **parts, depth=2 if runs_ahead else 1), executor)
+    return Made(Engine(scheduler, balanced, **parts, depth=2 if runs_ahead else 1 if states else num_stages), executor)
 
 
 def run(made: Made, adapter: Path | None = None) -> Iterator[Output]:

@@ -6,6 +6,7 @@ Shapes: S sequences.
 from __future__ import annotations
 
 import logging
+from collections import deque
 from typing import Any
 
 import msgspec
@@ -31,7 +32,7 @@ from octavo.runtime.executors.expert_moves import ExpertMoves
 from octavo.runtime.executors.pooler import ChunkPooler, Pooler
 from octavo.runtime.executors.routed_experts import RoutedExperts
 from octavo.runtime.executors.sampling_state import SamplingState
-from octavo.runtime.executors.step_program import Forward, Logits, RowReader, StepProgram
+from octavo.runtime.executors.step_program import BegunStep, Forward, Logits, RowReader, StepProgram
 from octavo.runtime.executors.step_views import StepBuffers, batch_indices
 from octavo.runtime.kv_storage import KVStorage
 from octavo.runtime.ranks.stage_link import StageLink
@@ -109,7 +110,11 @@ class HostExecutor:
         )
         self._reader = RowReader(model, ChunkPooler(model, pooler), vocabulary)
         self._copies = HostBlockCopies(storage)
-        self._buffers = StepBuffers(storage.num_groups)
+        self._pending: deque[StageReply] = deque()
+        """Steps that this stage has computed, and the last one not yet."""
+        num_steps = 1 if link is None else link.stage.count
+        self._buffers = deque(StepBuffers(storage.num_groups) for _ in range(num_steps))
+        """For each step in flight, that of the next one first."""
         self._num_groups, self._block_size = storage.num_groups, storage.block_size
 
     def send(self, message: Message) -> Reply[Any]:
@@ -140,7 +145,9 @@ class HostExecutor:
     def _step(self, message: Step) -> Reply[StepResult]:
         try:
             with torch.inference_mode():
-                return Done(self._run(message))
+                if self._link is None:
+                    return Done(self._finish(message, self._begin(message)))
+                return self._begin_stage(message, self._link)
         except WorkerLost:
             raise  # with all blocks: there is nothing to go on with
         except CANCELLATIONS:
@@ -150,14 +157,51 @@ class HostExecutor:
             self._state.forget_results(batch_indices(message, self._num_groups))
             return FailedReply(RunnerError(f"the forward pass failed: {type(error).__name__}: {error}"))
 
-    def _run(self, message: Step) -> StepResult:
+    def _begin(self, message: Step) -> BegunStep:
+        step, token_ids_T = self._buffers[0].filled(message)
+        needs_tokens = bool(message.num_seqs) and token_ids_T.min() < 0
+        if needs_tokens or message.histories or message.lists:
+            self.finish_pending()
         self._state.update(message.histories, message.lists)
-        step, token_ids_T = self._buffers.filled(message)
-        if message.num_seqs and token_ids_T.min() < 0:
+        if needs_tokens:
             self._state.stage(step, self._block_size)
-        computed = self._program(step, message.shape, message)
+        return self._program.begin(step, message.shape, message)
+
+    def _begin_stage(self, message: Step, link: StageLink) -> Reply[StepResult]:
+        """Compute this stage. The step is finished at once on the last stage, and where its output is too large to be
+        handed on before it is asked for."""
+        while len(self._pending) >= link.stage.count:
+            self.finish_first()
+        num_rows = message.shape.num_rows if message.needs_all_rows else message.shape.num_samples
+        is_short = link.has_room(num_rows)
+        if not is_short:
+            self.finish_pending()
+        reply = StageReply(self, message, self._begin(message))
+        self._pending.append(reply)
+        self._buffers.rotate(-1)
+        if link.stage.is_last or not is_short:
+            self.finish_pending()
+        return reply
+
+    def finish_first(self) -> None:
+        """Finish the oldest of the steps that were begun."""
+        self._pending.popleft().finish()
+
+    def finish_pending(self) -> None:
+        """Finish the steps that were begun."""
+        while self._pending:
+            self.finish_first()
+
+    def finish_stage(self, message: Step, begun: BegunStep) -> StepResult:
+        """Finish the oldest step that was begun."""
+        assert self._link is not None
+        with torch.inference_mode():
+            return self._finish(message, begun._replace(x_TD=self._link.finish(begun.x_TD)))
+
+    def _finish(self, message: Step, begun: BegunStep) -> StepResult:
+        computed = self._program.finish(begun)
         if computed.tokens_R is not None:
-            self._state.keep(step, computed.tokens_R, computed.num_accepted_S)
+            self._state.keep(begun.step, computed.tokens_R, computed.num_accepted_S)
         return self._reader.result(message, computed)
 
     def _compute(self, token_ids_T: Tensor, positions_T: Tensor, rows: PagedRows) -> Tensor:
@@ -165,11 +209,31 @@ class HostExecutor:
             rows = rows.owned(self._context.part)
         if self._link is not None:
             assert self._forward is not None, "stages need one that takes what the stage before has computed"
-            return self._link.run(self._forward, token_ids_T, positions_T, rows)
+            return self._link.begin(self._forward, token_ids_T, positions_T, rows)
         has_adapters = self.adapters is not None and bool(self.adapters.rows.by_number)
         if self._forward is not None and not has_adapters:
             return self._forward(token_ids_T, positions_T, rows)
         return self._model.forward(token_ids_T, positions_T, self._layers, rows)
+
+
+class StageReply:
+    """The reply to a step of which this stage is computed."""
+
+    def __init__(self, executor: HostExecutor, message: Step, begun: BegunStep) -> None:
+        self._executor = executor
+        self._begun: tuple[Step, BegunStep] | None = (message, begun)
+        self._result: StepResult | None = None
+
+    def finish(self) -> None:
+        """Wait for the last stage; of steps that were begun earlier, the executor has done so."""
+        assert self._begun is not None, "it is finished"
+        self._result, self._begun = self._executor.finish_stage(*self._begun), None
+
+    def wait(self) -> StepResult:
+        """See ``Reply``."""
+        while self._result is None:
+            self._executor.finish_first()
+        return self._result
 
 
 def change_adapters(adapters: ModelAdapters | None, message: LoadAdapter | UnloadAdapter) -> Reply[None]:

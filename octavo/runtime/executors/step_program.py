@@ -54,6 +54,18 @@ class DeviceResults(NamedTuple):
     """int32; what the drafter proposes next, ``None`` if it does not."""
 
 
+class BegunStep(NamedTuple):
+    """A step whose forward pass was computed."""
+
+    step: StepTensors
+    shape: StepShape
+    message: Step | None
+    x_TD: Tensor
+    """The last layer's output."""
+    picked_R: Tensor | None
+    """The rows of it that are sampled; ``None``: all."""
+
+
 class StepProgram:
     """The computation of a step on its device, which never synchronises with the host."""
 
@@ -87,7 +99,11 @@ class StepProgram:
     def __call__(self, step: StepTensors, shape: StepShape, message: Step | None = None) -> DeviceResults:
         """Compute a step of this shape. Without a ``message``, reports have the maximum width and the step depends on
         its tensors alone, so that it can be captured in a graph."""
-        rows, extras, vocabulary = step.rows, step.extras, self.state.vocabulary
+        return self.finish(self.begin(step, shape, message))
+
+    def begin(self, step: StepTensors, shape: StepShape, message: Step | None = None) -> BegunStep:
+        """Compute the forward pass of a step."""
+        rows, extras = step.rows, step.extras
         draft = self._draft if shape.has_drafter else None
         if extras is not None:
             self.state.remember(step, extras)
@@ -106,9 +122,17 @@ class StepProgram:
             rows = replace(rows, state_marks_T=_marks(message.marks, step.token_ids_T))
         with self._adapted(step), self._routed(step, message):
             x_TD = self._forward(step.token_ids_T, step.positions_T, rows)
+        picked_R = None if indices_R is rows.logits_indices_R else indices_R
+        return BegunStep(step, shape, message, x_TD, picked_R)
+
+    def finish(self, begun: BegunStep) -> DeviceResults:
+        """Sample what the forward pass has computed."""
+        step, shape, message, x_TD, picked_R = begun
+        extras, vocabulary = step.extras, self.state.vocabulary
+        draft = self._draft if shape.has_drafter else None
         if message is not None and not message.is_sampled and draft is None:
             return DeviceResults(None, None, None, x_TD)
-        x_RD = x_TD if indices_R is rows.logits_indices_R else x_TD[indices_R]
+        x_RD = x_TD if picked_R is None else x_TD[picked_R]
         logits_RV = self._logits(x_RD)
         adjusted_RV = logits_RV
         if extras is not None:

@@ -35,7 +35,8 @@ from octavo.steps.messages import (
 )
 
 STEPS_AHEAD = 2
-"""Steps that are started on a GPU before the first of them is waited for, as many as the engine has in flight."""
+"""Steps that are started on a GPU before the first of them is waited for, as many as the engine has in flight. Stages
+have one each."""
 LAG_AHEAD = 4
 """Steps after which results are compared where ranks run ahead of their hosts, which wait for two steps at most."""
 
@@ -67,12 +68,17 @@ class RankExecutor:
         self._collective = memory.collective
         self._num_steps = 0
         self._digest = 0
-        self._lag = LAG_AHEAD if executor.runs_ahead else 1
+        self._lag = LAG_AHEAD if executor.runs_ahead else memory.num_stages
 
     @property
     def runs_ahead(self) -> bool:
         """See ``Executor``."""
         return self._executor.runs_ahead
+
+    @property
+    def num_ahead(self) -> int:
+        """Messages after the sending of which the first of them is waited for."""
+        return STEPS_AHEAD if self.runs_ahead else self._memory.num_stages - 1
 
     def send(self, message: Message) -> Reply[Any]:
         """See ``Executor``."""
@@ -166,6 +172,6 @@ class Follower:
         if isinstance(message, Compile) and message.in_background:
             return
         self._replies.append(reply)
-        while len(self._replies) > (STEPS_AHEAD if self._rank.runs_ahead else 0):
+        while len(self._replies) > self._rank.num_ahead:
             with contextlib.suppress(CheckpointError):
                 self._replies.popleft().wait()

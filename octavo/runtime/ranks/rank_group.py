@@ -137,9 +137,9 @@ class RankGroup:
         """See ``Ranks``."""
         return self.memory.within
 
-    def link(self, dtype: torch.dtype) -> StageLink | None:
+    def link(self, dtype: torch.dtype, width: int) -> StageLink | None:
         """See ``Ranks``."""
-        return None if self.memory.num_stages == 1 else StageLink(self.memory, self.check, dtype)
+        return None if self.memory.num_stages == 1 else StageLink(self.memory, self.check, dtype, width)
 
     def least_free(self, free: int) -> int:
         """See ``Ranks``. Raises the error of a rank, or ``RanksLost``."""

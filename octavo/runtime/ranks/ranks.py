@@ -31,8 +31,8 @@ class Ranks(Protocol):
         """That of the first rank, with those of its stage."""
         ...
 
-    def link(self, dtype: torch.dtype) -> StageLink | None:
-        """The first rank's way to other stages, if there are any; ``dtype``: of activations."""
+    def link(self, dtype: torch.dtype, width: int) -> StageLink | None:
+        """The first rank's way to other stages, if there are any; see ``StageLink``."""
         ...
 
     def least_free(self, free: int) -> int:
@@ -61,7 +61,7 @@ class OneRank:
 
     collective = SINGLE_RANK
 
-    def link(self, dtype: torch.dtype) -> StageLink | None:
+    def link(self, dtype: torch.dtype, width: int) -> StageLink | None:
         """See ``Ranks``."""
         return None
 

@@ -25,33 +25,44 @@ StageForward = Callable[..., Tensor]
 class StageLink:
     """One rank's way to the same rank of the other stages."""
 
-    def __init__(self, memory: RankMemory, check: Check, dtype: torch.dtype) -> None:
-        """``check`` is called while waiting, and raises when waiting is in vain. ``dtype``: of activations."""
+    def __init__(self, memory: RankMemory, check: Check, dtype: torch.dtype, width: int) -> None:
+        """``check`` is called while waiting, and raises when waiting is in vain. ``dtype``, ``width``: those of the
+        residual stream."""
         self.stage = PipelineStage(memory.stage, memory.num_stages)
-        self._memory, self._dtype = memory, dtype
+        self._memory, self._dtype, self._width = memory, dtype, width
         self._writer = memory.to_stages(check)
         self._before = None if self.stage.is_first else memory.from_stage(self.stage.number - 1, check)
         self._last = None if self.stage.is_last else memory.from_stage(self.stage.count - 1, check)
-        self._received = torch.empty(0, dtype=dtype)
+        self._received = torch.empty(0, width, dtype=dtype)
         """Holds the last stage's output: at one address, so that what is computed from it can be recorded."""
 
-    def run(self, forward: StageForward, token_ids_T: Tensor, positions_T: Tensor, rows: PagedRows) -> Tensor:
-        """The last stage's output, [T, D], or [R, D] with logits indices; valid until the next call."""
-        given = [] if self._before is None else [self._next(self._before).view(len(token_ids_T), -1)]
+    def has_room(self, num_rows: int) -> bool:
+        """Whether the last stage can hand on the outputs of all steps in flight, of so many rows each, before they are
+        asked for."""
+        return num_rows * self._width * self._dtype.itemsize * self.stage.count <= self._memory.channel_bytes // 2
+
+    def begin(self, forward: StageForward, token_ids_T: Tensor, positions_T: Tensor, rows: PagedRows) -> Tensor:
+        """Compute this stage and hand its output on, which is also returned."""
+        given = [] if self._before is None else [self._next(self._before)]
         if self._last is not None:
             rows = replace(rows, logits_indices_R=None)
         x_TD = forward(token_ids_T, positions_T, rows, *given)
         self._writer.write(x_TD.contiguous().view(torch.uint8).numpy().tobytes())
+        return x_TD
+
+    def finish(self, x_TD: Tensor) -> Tensor:
+        """The last stage's output of the oldest step that was begun and not finished, given this stage's: [T, D], or
+        [R, D] with logits indices; valid until the next call."""
         if self._last is None:
             return x_TD
         x = self._next(self._last)
         if len(self._received) < len(x):
             self._received = torch.empty_like(x)
-        return self._received[: len(x)].copy_(x).view(-1, x_TD.shape[1])
+        return self._received[: len(x)].copy_(x)
 
     def _next(self, reader: MessageReader) -> Tensor:
-        """The next numbers of another stage."""
+        """The next output of another stage."""
         self._memory.note(WAITS)
         content = reader.next()
         self._memory.note(WORKS)
-        return torch.frombuffer(bytearray(content), dtype=self._dtype)
+        return torch.frombuffer(bytearray(content), dtype=self._dtype).view(-1, self._width)
