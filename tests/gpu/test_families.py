@@ -17,8 +17,8 @@ from octavo.models.vision.parts import attend
 from tests.models import vision
 from tests.models.families import EVERY_ROW, ROWS, make_checkpoint
 from tests.models.test_architectures import LENGTHS, PROMPTS
+from tests.models.test_vision import OTHERS, SCORED, as_inputs, worst_difference
 from tests.models.test_vision import PROMPTS as WITH_IMAGES
-from tests.models.test_vision import SCORED, as_inputs, worst_difference
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -89,7 +89,7 @@ def test_graphs_of_models_with_state(row: str, settings: dict[str, Any], tmp_pat
 
 
 @pytest.mark.parametrize("settings", [{"enforce_eager": True}, {}], ids=str)
-@pytest.mark.parametrize("name", list(vision.FAMILIES))
+@pytest.mark.parametrize("name", OTHERS)
 def test_images(name: str, settings: dict[str, Any], tmp_path: Path) -> None:
     """Twice: the second time, images and prefixes come from the caches."""
     model: PreTrainedModel = vision.make(tmp_path, name)

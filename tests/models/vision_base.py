@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -101,3 +102,8 @@ def cut_up(image: Image.Image, rows: int, columns: int, side: int) -> list[Image
 
 
 HALF = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}
+
+
+def written_config(folder: Path) -> dict[str, Any]:
+    config: dict[str, Any] = json.loads((folder / "config.json").read_text())
+    return config
