@@ -52,7 +52,12 @@ class OwnCacheTransformer(OutputHead):
         self._sequences: OrderedDict[int, SequenceCache] = OrderedDict()
 
     def forward(
-        self, token_ids_T: Tensor, positions_T: Tensor, caches: Sequence[LayerCache], rows: PagedRows
+        self,
+        token_ids_T: Tensor,
+        positions_T: Tensor,
+        caches: Sequence[LayerCache],
+        rows: PagedRows,
+        given_TD: Tensor | None = None,
     ) -> Tensor:
         """See ``LlamaForCausalLM.forward``; the result is normalised."""
         ends = rows.cu_seqlens_q.tolist()

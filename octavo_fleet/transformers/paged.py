@@ -189,7 +189,12 @@ class PagedTransformer(OutputHead):
         self.specs = self._specs(model.config.get_text_config())
 
     def forward(
-        self, token_ids_T: Tensor, positions_T: Tensor, caches: Sequence[LayerCache], rows: PagedRows
+        self,
+        token_ids_T: Tensor,
+        positions_T: Tensor,
+        caches: Sequence[LayerCache],
+        rows: PagedRows,
+        given_TD: Tensor | None = None,
     ) -> Tensor:
         """See ``LlamaForCausalLM.forward``; the result is normalised."""
         self.state.caches, self.state.rows = caches, rows

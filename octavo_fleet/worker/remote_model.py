@@ -30,7 +30,12 @@ class RemoteModel:
         self._block_size: int = description.block_size
 
     def forward(
-        self, token_ids_T: Tensor, positions_T: Tensor, caches: Sequence[LayerCache], rows: PagedRows
+        self,
+        token_ids_T: Tensor,
+        positions_T: Tensor,
+        caches: Sequence[LayerCache],
+        rows: PagedRows,
+        given_TD: Tensor | None = None,
     ) -> Tensor:
         """Logits in float32: [R, V] if the rows have logits indices, else [T, V].
 

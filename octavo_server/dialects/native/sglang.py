@@ -80,7 +80,7 @@ def submission(body: SglangFields, services: ModelServices, request: Request) ->
     given = {name: value for name, value in body.sampling_params.items() if value is not None}
     for name, value in (DEFAULTS | given).items():
         if name in NAMES or name in SAME:
-            fields[NAMES.get(name, name)] = value
+            fields[NAMES.get(name) or name] = value
         elif name not in WITHOUT_EFFECT:
             raise UnsupportedParameter(f"sampling_params.{name}")
     if body.return_logprob:
