@@ -48,8 +48,8 @@ class GatedDelta:
 class KimiDelta:
     """Kimi Delta Attention (arXiv 2510.26692): a decay for each number of a key, gates by sigmoids.
 
-    ``projections`` are fused: a row of their result has C columns of queries, keys and values, N of betas, and what is
-    mapped to N K time steps by ``decays`` and to N V gates by ``gates``, which have as many inputs each.
+    ``projections`` are fused: a row of their result has C columns of queries, keys and values, N of betas, and N K time
+    steps and N V gates, or what is mapped to these by ``maps``, which have as many inputs each.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class KimiDelta:
         norm: RMSNorm,
         projections: Linear,
         conv_WC: Tensor,
-        maps: tuple[Linear, Linear],
+        maps: tuple[Linear, Linear] | None,
         rank: int,
         heads: DeltaHeads,
     ) -> None:
@@ -65,15 +65,17 @@ class KimiDelta:
         self.norm = norm
         self.projections = projections
         self.conv_WC = conv_WC
-        self.decays, self.gates = maps
+        self.maps = maps
         self.heads = heads
-        self.sizes = [sum(heads.sizes), heads.num_heads, rank, rank]
+        direct = heads.num_heads * heads.key_dim, heads.num_heads * heads.value_dim
+        self.sizes = [sum(heads.sizes), heads.num_heads, *(direct if maps is None else (rank, rank))]
 
     def __call__(self, x_TD: Tensor, cache: LayerCache, rows: PagedRows) -> Tensor:
         """A new tensor [T, N V]."""
         parts = self.projections(x_TD, norm=self.norm).split_with_sizes(self.sizes, dim=-1)
-        qkv_TC, beta_TN, of_decays, of_gates = parts
-        dt, gate_TM = self.decays(ops.concat(of_decays)), self.gates(ops.concat(of_gates))
+        qkv_TC, beta_TN, dt, gate_TM = parts
+        if self.maps is not None:
+            dt, gate_TM = (own(ops.concat(part)) for own, part in zip(self.maps, (dt, gate_TM), strict=True))
         conv_state, state = cache.states
         qkv_TC = ops.causal_conv(qkv_TC, self.conv_WC, None, conv_state, rows.states, "silu")
         return ops.gated_delta(qkv_TC, dt, beta_TN, gate_TM, self.heads, state, rows.states)

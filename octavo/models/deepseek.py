@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 from torch import Tensor
 
 from octavo.layers.attention import latent_attention
-from octavo.layers.heads import StepAngles
+from octavo.layers.heads import StepAngles, gated
 from octavo.models.config_keys import ConfigKeys, wrong
 from octavo.models.decoder import NO_WINDOWS, Decoder, read_decoder
 from octavo.models.decoder_layer import DecoderLayer, FeedForward
@@ -158,7 +158,11 @@ class DeepseekLayer(DecoderLayer):
             norm_eps=kv_norm.eps,
             scale=self.part.scale,
         )
-        self.o_proj = weights.row(f"{name}.o_proj", D, N * config.value_size, self.part.has_output_bias)
+        output = f"{prefix}.{config.names.output}"
+        self.o_proj = weights.row(output, D, N * config.value_size, self.part.has_output_bias)
+        self.gates = None
+        if (gate := self.part.gate) is not None:
+            self.gates = weights.column(f"{prefix}.{gate.name}", self.part.gate_rows, D, num_heads=N)
 
     def mix(self, x_TD: Tensor, step: StepAngles, cache: LayerCache, rows: PagedRows) -> Tensor:
         cos_TR, sin_TR = step.angles[0]
@@ -166,7 +170,11 @@ class DeepseekLayer(DecoderLayer):
         q_TW = self.q_proj(self.q_a_proj(h_TD), norm=self.q_norm) if self.query_rank else self.q_proj(h_TD)
         if step.query_scale_T1 is not None:
             q_TW.mul_(step.query_scale_T1)
-        return latent_attention(q_TW, self.kv_proj(h_TD), self.latent_heads, cos_TR, sin_TR, cache, rows).flatten(1)
+        kv_TC = self.kv_proj(h_TD)
+        attended_TN = latent_attention(q_TW, kv_TC, self.latent_heads, cos_TR, sin_TR, cache, rows).flatten(1)
+        if self.gates is None or self.part.gate is None:
+            return attended_TN
+        return gated(self.gates(h_TD), attended_TN, self.part.gate.function)
 
 
 class DeepseekForCausalLM(Decoder):

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from octavo.models.config import FULL, SLIDING, ModelConfig
 from octavo.models.config_keys import ConfigKeys
+from octavo.models.hybrid import LINEAR
 from octavo.models.registry import ARCHITECTURES, load_model
 from octavo.quant.stored.stored_weight import WeightFormat
 
@@ -65,6 +66,7 @@ OWN_KEYS: dict[str, dict[str, Any]] = {
         for name in ("LagunaForCausalLM", "MellumForCausalLM")
     },
     "Step3p5ForCausalLM": {"num_hidden_layers": 2, "layer_types": [SLIDING, FULL], "moe_layers_enum": "1"},
+    "BailingHybridForCausalLM": {"num_hidden_layers": 2, "layer_types": [LINEAR, FULL], "first_k_dense_replace": 1},
     "GPTJForCausalLM": {"rotary_dim": 8},
     "GPTNeoForCausalLM": {"num_layers": 2, "num_heads": 4},
     "LongcatFlashForCausalLM": {"num_layers": 2, "zero_expert_num": 2},

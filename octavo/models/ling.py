@@ -1,14 +1,30 @@
-"""Ling and Ring 1 and 2 (Ant Group's BailingMoE, arXiv 2510.22115): queries, keys and values fused, all but the first
-layers with experts. The second version normalises heads, and chooses experts by sigmoids within groups.
+"""Ling and Ring 1, 2 (Ant Group's BailingMoE, arXiv 2510.22115) and 3: all but the first layers have experts.
+
+The first two fuse queries, keys and values; the second normalises heads, and chooses experts by sigmoids within groups.
+The third is like Kimi-Linear: Kimi Delta Attention, whose decays are bounded, and in every few layers latent attention,
+with positions and with gates of heads.
 """
 
 from __future__ import annotations
 
-from octavo.models.config_keys import ConfigKeys
+import dataclasses
+from typing import Any
+
+from octavo.layers.recurrent import KimiDelta
+from octavo.models.config import FULL
+from octavo.models.config_keys import ConfigKeys, wrong
 from octavo.models.decoder import Decoder, read_decoder
+from octavo.models.deepseek import DeepseekLayer, read_deepseek
+from octavo.models.hybrid import LINEAR, HybridLayer, Recurrence
+from octavo.models.kimi_linear import NAMES as KEYS
+from octavo.models.kimi_linear import KimiLinearConfig
+from octavo.models.linear_parts import MatrixRows
+from octavo.models.loader import WeightLoader
 from octavo.models.moe import read_dense_first, read_experts, read_sigmoid_routing
-from octavo.models.parts import DecoderConfig, ExpertsPart, HeadNorm, Names
+from octavo.models.parts import DecoderConfig, ExpertsPart, GatePart, HeadNorm, Names
+from octavo.models.qwen3_next import DeltaSizes, delta_heads
 from octavo.ops.moe import Routing
+from octavo.quant.stored.shard import Section
 
 NAMES = Names(
     embedding="model.word_embeddings",
@@ -52,3 +68,54 @@ class BailingMoeV2ForCausalLM(Decoder):
         )
         norm = HeadNorm() if keys.flag("use_qk_norm") else None
         return config.with_experts(part).with_attention(head_norm=norm, has_output_bias=has_bias)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BailingHybridConfig(KimiLinearConfig):
+    lowest: float
+    """The bound of the exponents of decays, 0: none."""
+
+
+class BailingHybridLayer(HybridLayer, DeepseekLayer):
+    def load_recurrence(self, config: DecoderConfig, weights: WeightLoader, prefix: str) -> Recurrence:
+        assert isinstance(config, BailingHybridConfig)
+        D, sizes, name = config.hidden_size, config.delta, f"{prefix}.attention"
+        N, K = sizes.num_heads, sizes.key_dim
+        parts = dict(zip("qkv", sizes.channels, strict=True)) | {
+            "b": Section(N, N),
+            "f": Section(N * K, N),
+            "g": Section(sizes.values, N),
+        }
+        projections = weights.fused([MatrixRows(f"{name}.{part}_proj", [own]) for part, own in parts.items()], D)
+        conv_WC = weights.convs([f"{name}.{part}_conv1d" for part in "qkv"], sizes.channels, sizes.width)
+        heads = delta_heads(sizes, weights, name, config.norm_eps, "o_norm", decays_of_head=K)
+        heads = heads._replace(gate="sigmoid", lowest=config.lowest)
+        self.o_proj = weights.row(f"{prefix}.{config.names.output}", D, sizes.values)
+        return KimiDelta(self.input_norm, projections, conv_WC, None, 0, heads)
+
+
+class BailingHybridForCausalLM(Decoder):
+    layer_class = BailingHybridLayer
+
+    @classmethod
+    def read_config(cls, keys: ConfigKeys, max_len: int | None) -> DecoderConfig:
+        num_layers, every = keys.size("num_hidden_layers"), keys.size("layer_group_size", 6)
+        kinds = keys.choices("layer_types", (LINEAR, FULL), num_layers)
+        kinds = kinds or tuple(LINEAR if (i + 1) % every else FULL for i in range(num_layers))
+        heads = keys.size("linear_num_heads", keys.size("num_attention_heads"))
+        width = keys.size("linear_head_dim", keys.size("head_dim", 128))
+        conv = keys.size("linear_conv_kernel_dim", keys.size("short_conv_kernel_size", 4, low=2), low=2)
+        bound = keys.get("kda_lower_bound", -5.0)
+        if type(bound) not in (int, float) or not -1e3 < bound < 0:
+            raise wrong("kda_lower_bound", bound, "a negative number")
+        keys.pass_over("mtp_loss_scaling_factor", *KEYS, *UNUSED)
+        given: dict[str, Any] = {KEYS.get(key, key): value for key, value in keys.values.items() if value is not None}
+        defaults = {"first_k_dense_replace": 2, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "rope_theta": 6e6}
+        own = keys.over({**defaults, **given, "head_dim": None})
+        config = read_deepseek(own, max_len, "sigmoid", correction="mlp.gate.expert_bias")
+        delta = DeltaSizes(heads, heads, width, width, conv)
+        latent = config.layers[0].cache
+        config = config.with_caches([delta.cache if kind == LINEAR else latent for kind in kinds])
+        config = config.with_attention(gate=GatePart("attention.g_proj", is_of_head=True))
+        lowest = float(bound) if keys.flag("kda_safe_gate", True) else 0.0
+        return dataclasses.replace(config, names=NAMES).extended(BailingHybridConfig, delta=delta, lowest=lowest)

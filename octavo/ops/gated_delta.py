@@ -39,6 +39,9 @@ class DeltaHeads(NamedTuple):
     """2 allows negative eigenvalues of the state's transition (arXiv 2411.12537)."""
     is_tiled: bool = False
     """Whether outputs are in the order of GGUF files: the first value head of every key head, then the second."""
+    lowest: float = 0.0
+    """Below zero, decays are ``exp(lowest * sigmoid(exp(a_log) * (dt + dt_bias)))``; they have one for each number of a
+    key then."""
 
     @property
     def sizes(self) -> list[int]:
@@ -66,7 +69,11 @@ def gated_delta(
     q, k, v = (part.to(wide).view(T, -1, dim) for part, dim in _parts(qkv_TC, heads))
     q, k = (_unit(x).repeat_interleave(N // heads.num_key_heads, dim=1) for x in (q, k))
     rate_N1 = -heads.a_log_N.to(wide).exp().unsqueeze(-1)
-    decay_TNK = (rate_N1 * functional.softplus(dt.to(wide) + heads.dt_bias).view(T, N, -1)).exp()
+    steps_TNK = (dt.to(wide) + heads.dt_bias).view(T, N, -1)
+    if heads.lowest:
+        decay_TNK = (heads.lowest * torch.sigmoid(-rate_N1 * steps_TNK)).exp()
+    else:
+        decay_TNK = (rate_N1 * functional.softplus(steps_TNK)).exp()
     beta_TN = heads.beta_scale * beta_TN.to(wide).sigmoid()
     out_TNV = recur(q * heads.key_dim**-0.5, k, v, decay_TNK, state, rows, beta_TN)
     normed_TM: Tensor = gated_norm(

@@ -202,6 +202,14 @@ ROWS: dict[str, tuple[str, dict[str, Any]]] = {
         | {"num_attention_heads_per_layer": [4, 8, 4], "shared_expert_intermediate_size": 40}
         | {"moe_routed_scaling_factor": 1.7},
     ),
+    "bailing_hybrid/bounded": (
+        "bailing_hybrid",
+        {"num_key_value_heads": 4, "num_hidden_layers": 3, "head_dim": 8, "num_local_experts": 8, "n_group": 2}
+        | {"topk_group": 1, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "kv_lora_rank": 16}
+        | {"qk_rope_head_dim": 8, "qk_nope_head_dim": 12, "v_head_dim": 10, "pad_token_id": None}
+        | {"layer_types": ["linear_attention", "full_attention", "linear_attention"], "first_k_dense_replace": 1}
+        | {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}, "model_max_length": 400},
+    ),
     "bailing_moe_v2/groups": (
         "bailing_moe_v2",
         {**EXPERTS, **ROTATED_HALF, "num_shared_experts": 2, "use_qk_norm": True, "head_dim": 16, "n_group": 3}

@@ -71,18 +71,20 @@ def delta_case(
     gate: Gate = "silu",
     beta_scale: float = 1.0,
     is_tiled: bool = False,
+    lowest: float = 0.0,
 ) -> Case:
     """The delta rule with decays near 1, so that old rows matter."""
     num_decays = heads * (key_dim if by_channel else 1)
     layout = DeltaHeads(
         *(key_heads, heads, key_dim, value_dim),
-        torch.rand(heads) * 2 - 5,
+        torch.rand(heads) * 2 - (1 if lowest else 5),
         torch.randn(num_decays) * 0.5,
         torch.rand(value_dim) + 0.5,
         1e-6,
         gate,
         beta_scale,
         is_tiled,
+        lowest,
     )
     widths = [sum(layout.sizes), num_decays, heads, heads * value_dim]
 
@@ -141,6 +143,7 @@ CASES: dict[str, Callable[[], Case]] = {
     "gated conv": gated_conv_case,
     "delta": delta_case,
     "delta by channel": lambda: delta_case(3, 3, 16, 16, by_channel=True, gate="sigmoid"),
+    "delta of bounded decays": lambda: delta_case(3, 3, 12, 16, by_channel=True, lowest=-0.2),
     "delta with negative eigenvalues": lambda: delta_case(beta_scale=2.0),
     "state space": state_space_case,
     "state space with limits": lambda: state_space_case(groups=1, limits=(0.6, 0.9)),

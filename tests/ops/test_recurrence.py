@@ -92,15 +92,15 @@ def test_gated_conv_multiplies_before_and_after() -> None:
     assert torch.equal(after.nan_to_num(), other.nan_to_num())
 
 
-@pytest.mark.parametrize("by_channel", [False, True])
+@pytest.mark.parametrize(("by_channel", "lowest"), [(False, 0.0), (True, 0.0), (True, -5.0)])
 @pytest.mark.parametrize(("gate", "beta_scale"), [("silu", 1.0), ("sigmoid", 2.0)])
-def test_gated_delta(by_channel: bool, gate: Gate, beta_scale: float) -> None:
+def test_gated_delta(by_channel: bool, lowest: float, gate: Gate, beta_scale: float) -> None:
     G, N, K, V = 2, 4, 3, 5
     x = torch.randn(12, 2 * G * K + N * V, dtype=torch.float64)
     dt, beta = torch.randn(12, N * K if by_channel else N), torch.randn(12, N)
     gates, norm = torch.randn(12, N * V, dtype=torch.float64), torch.randn(V, dtype=torch.float64)
     a_log, dt_bias = torch.randn(N).double(), torch.randn(dt.shape[1]).double()
-    heads = DeltaHeads(G, N, K, V, a_log, dt_bias, norm, 1e-6, gate, beta_scale)
+    heads = DeltaHeads(G, N, K, V, a_log, dt_bias, norm, 1e-6, gate, beta_scale, lowest=lowest)
     before = used_slots(N, K, V)
     expected = {}
     for s, rows, length, slot in sequences():
@@ -114,7 +114,8 @@ def test_gated_delta(by_channel: bool, gate: Gate, beta_scale: float) -> None:
                 v = x[t, 2 * G * K + n * V : 2 * G * K + (n + 1) * V]
                 q, k = (y / (y @ y + 1e-6).sqrt() for y in (q, k))
                 own = slice(n * K, (n + 1) * K) if by_channel else slice(n, n + 1)
-                decay = torch.exp(-a_log[n].exp() * torch.log1p(torch.exp(dt[t, own].double() + dt_bias[own])))
+                rate, at = a_log[n].exp(), dt[t, own].double() + dt_bias[own]
+                decay = torch.exp(lowest / (1 + (-rate * at).exp()) if lowest else -rate * torch.log1p(at.exp()))
                 decayed = decay[:, None] * S[n]
                 u = beta_scale * torch.sigmoid(beta[t, n].double()) * (v - decayed.T @ k)
                 S[n] = decayed + torch.outer(k, u)

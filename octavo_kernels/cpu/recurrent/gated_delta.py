@@ -34,7 +34,7 @@ NUMBERS_A_PIECE = 4096
 ARGUMENTS = fields(
     STATE,
     "num_decays prepare finish qkv qkv_stride G dt dt_stride raw_beta beta_stride gate gate_stride a_log dt_bias "
-    "norm eps:float kind beta_scale:float tile result",
+    "norm eps:float kind beta_scale:float lowest:float tile result",
 )
 """Fields of STATE that are addresses of inputs and outputs of the recurrence are set by the driver; ``G`` key heads;
 ``tile``: value heads of a key head that are as many outputs apart as there are key heads, 1 for none."""
@@ -60,7 +60,11 @@ def _prepare_task(arguments: int, begin: int, end: int) -> None:
     padded = np.zeros((5, (count + LANES - 1) // LANES * LANES), np.float32)
     key = np.zeros((a.K + LANES - 1) // LANES * LANES, np.float32)
     a_log, bias = view(a.a_log, a.N, np.float32), view(a.dt_bias, count, np.float32)
-    limits, steps, scale = np.array([0, np.inf], np.float32), np.empty(count, np.float32), np.float32(a.K) ** -0.5
+    limits, steps, scale = (
+        np.array([a.lowest, np.inf], np.float32),
+        np.empty(count, np.float32),
+        np.float32(a.K) ** -0.5,
+    )
     for t in range(begin, end):
         for head in range(a.G):
             at, source = 4 * (t * a.G + head) * a.K, a.qkv + t * a.qkv_stride + 4 * head * a.K
@@ -122,7 +126,7 @@ def gated_delta_numba(
     values = (
         *(*state_arguments(rows, T, state), recur_task(FORMATS[state.dtype], rule), N, K, V, *[0] * 10),
         *(num_decays, _prepare_task(), _finish_task(), *rows_at(qkv), G, *rows_at(dt), *rows_at(beta), *rows_at(gate)),
-        *(*(x.data_ptr() for x in statics), heads.norm_eps, GATES[heads.gate], heads.beta_scale),
+        *(*(x.data_ptr() for x in statics), heads.norm_eps, GATES[heads.gate], heads.beta_scale, heads.lowest),
         *(N // G if heads.is_tiled else 1, out.data_ptr()),
     )
     call(_driver(), ARGUMENTS, values, "gated_delta: rows or slots do not fit the tensors")

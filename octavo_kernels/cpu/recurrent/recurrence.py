@@ -37,6 +37,7 @@ from octavo_kernels.cpu.vector_ir import (
     i64,
     load,
     offset,
+    sigmoid,
     softplus,
     splat,
     store,
@@ -343,10 +344,26 @@ def _decays(
         store(b, exp(b, b.fmul(load(b, F32x16, b.add(rates, at)), step)), b.add(decays, at))
 
 
+@emitted()
+def _bounded_decays(
+    b: ir.IRBuilder, dt: ir.Value, bias: ir.Value, rates: ir.Value, limits: ir.Value, num_vectors: ir.Value,
+    decays: ir.Value,
+) -> None:  # fmt: skip
+    """Decays ``e ** (lowest * sigmoid(-rate * (dt + bias)))`` of ``num_vectors`` vectors; ``limits`` begins with the
+    lowest exponent."""
+    lowest = splat(b, load(b, F32, limits, 0))
+    with Loop(b, num_vectors, []) as loop:
+        at = b.mul(loop.index, i64(4 * LANES))
+        x = b.fadd(load(b, F32x16, b.add(dt, at)), load(b, F32x16, b.add(bias, at)))
+        share = sigmoid(b, b.fneg(b.fmul(load(b, F32x16, b.add(rates, at)), x)))
+        store(b, exp(b, b.fmul(lowest, share)), b.add(decays, at))
+
+
 @inlined
 def decay_row(dt_at: int, bias: Any, a_log: Any, limits: Any, padded: Any, steps: Any, decays: Any) -> None:
     """Write the time steps and decays of one row, whose every len(bias) / len(a_log) numbers have one rate.
 
+    Where the first of ``limits`` is below zero, that is the lowest exponent of decays, and there are no time steps.
     ``padded`` is scratch, float32 [5, len(bias) rounded up to 16].
     """
     count, of_head = len(bias), len(bias) // len(a_log)
@@ -356,6 +373,9 @@ def decay_row(dt_at: int, bias: Any, a_log: Any, limits: Any, padded: Any, steps
     for i in range(count):
         padded[0, i], padded[1, i] = dt[i], bias[i]
     at = [padded[row].ctypes.data for row in range(5)]
-    _decays(at[0], at[1], at[2], limits.ctypes.data, (count + LANES - 1) // LANES, at[3], at[4])
+    if limits[0] < 0:
+        _bounded_decays(at[0], at[1], at[2], limits.ctypes.data, (count + LANES - 1) // LANES, at[4])
+    else:
+        _decays(at[0], at[1], at[2], limits.ctypes.data, (count + LANES - 1) // LANES, at[3], at[4])
     for i in range(count):
         steps[i], decays[i] = padded[3, i], padded[4, i]

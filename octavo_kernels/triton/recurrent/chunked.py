@@ -32,11 +32,11 @@ from octavo_kernels.triton.recurrent.rules import (
     DELTA_BY_CHANNEL,
     EPS,
     Inputs,
+    channel_exponents,
     load_row,
     normed,
     rate_and_bias,
-    softplus,
-    step_of,
+    step_and_exponent,
 )
 
 CHUNK = 64
@@ -150,8 +150,8 @@ def chunk_inputs_kernel(
             exponent = tl.log(tl.load(factor_ptr + n)) + tl.zeros((C,), tl.float32)
         else:
             rate, bias = rate_and_bias(a_log_ptr, bias_ptr, n, x_B, x_B < K, RULE, K)
-            step = step_of(dt_ptr + t * dt_stride, bias, n, x_B, x_B < K, low, high, RULE, K)
-            exponent = rate * step
+            dt = dt_ptr + t * dt_stride
+            step, exponent = step_and_exponent(dt, bias, rate, n, x_B, x_B < K, low, high, RULE, K, 0.0)
         sums = tl.cumsum(tl.where(is_row, exponent, 0.0), 0)
         tl.store(sums_ptr + t * N + n, sums, mask=is_row)
         v_ptrs, u_ptrs = v_ptr + t * row_stride + n * V, u_ptr + (t * N + n) * V
@@ -190,12 +190,13 @@ def chunk_inputs_kernel(
 
 @triton.jit
 def channel_sums(
-    dt_ptrs: tl.tensor, bias_ptr: tl.tensor, rate: tl.tensor, k_B: tl.tensor, is_row_C: tl.tensor, K: tl.constexpr
-) -> tl.tensor:
+    dt_ptrs: tl.tensor, bias_ptr: tl.tensor, rate: tl.tensor, k_B: tl.tensor, is_row_C: tl.tensor, K: tl.constexpr,
+    LOWEST: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
     """Sums G [C, B] of the exponents of some numbers of a key."""
     is_in = is_row_C[:, None] & (k_B < K)[None, :]
-    step = softplus(load_row(dt_ptrs[:, None] + k_B[None, :], is_in, None) + load_row(bias_ptr + k_B, k_B < K, None))
-    return tl.cumsum(tl.where(is_in, rate * step, 0.0), 0)
+    x = load_row(dt_ptrs[:, None] + k_B[None, :], is_in, None) + load_row(bias_ptr + k_B, k_B < K, None)
+    return tl.cumsum(tl.where(is_in, channel_exponents(x, rate, LOWEST), 0.0), 0)
 
 
 @triton.jit
@@ -236,8 +237,8 @@ def chunk_channel_inputs_kernel(
     u_ptr: tl.tensor, w_ptr: tl.tensor, queries_ptr: tl.tensor, keys_ptr: tl.tensor, products_ptr: tl.tensor,
     totals_ptr: tl.tensor, scales_ptr: tl.tensor, starts_ptr: tl.tensor, slots_ptr: tl.tensor, S: tl.tensor,
     few: tl.tensor, beta_scale: tl.tensor, ACTIVATION: tl.constexpr, N: tl.constexpr, SHARE: tl.constexpr,
-    K: tl.constexpr, V: tl.constexpr, K_BLOCK: tl.constexpr, V_BLOCK: tl.constexpr, SEQUENCES: tl.constexpr,
-    C: tl.constexpr, INNER: tl.constexpr, B: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
+    K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, B: tl.constexpr, K_BLOCK: tl.constexpr, V_BLOCK: tl.constexpr,
+    INNER: tl.constexpr, SEQUENCES: tl.constexpr, PRECISION: tl.constexpr, LOWEST: tl.constexpr, PDL: tl.constexpr,
 ) -> None:  # fmt: skip
     """What ``chunk_inputs_kernel`` makes, of the delta rule with a decay for each number of a key: ``e^G Q`` and
     ``e^(G[C-1] - G) K`` [T, N, K], their products [T, N, C], and the sums G[C-1] [places, N, K] in addition."""
@@ -258,7 +259,7 @@ def chunk_channel_inputs_kernel(
             is_in = is_row[:, None] & (k_B < K)[None, :]
             q = load_tile(q_ptr + t * row_stride + head * K, k_B, is_row, K, ACTIVATION).to(tl.float32)
             k = load_tile(k_ptr + t * row_stride + head * K, k_B, is_row, K, ACTIVATION).to(tl.float32)
-            sums = channel_sums(dt_ptr + t * dt_stride + n * K, bias_ptr + n * K, rate, k_B, is_row, K)
+            sums = channel_sums(dt_ptr + t * dt_stride + n * K, bias_ptr + n * K, rate, k_B, is_row, K, LOWEST)
             total = tl.sum(tl.where((i_C == C - 1)[:, None], sums, 0.0), 0)
             tl.store(totals_ptr + (place.to(tl.int64) * N + n) * K + k_B, total, mask=k_B < K)
             ptrs = at_keys[:, None] + k_B[None, :]
@@ -284,7 +285,7 @@ def chunk_channel_inputs_kernel(
         for at in range(0, K_BLOCK, B):
             k_B = at + x_B
             k = load_tile(k_ptr + t * row_stride + head * K, k_B, is_row, K, ACTIVATION).to(tl.float32)
-            sums = channel_sums(dt_ptr + t * dt_stride + n * K, bias_ptr + n * K, rate, k_B, is_row, K)
+            sums = channel_sums(dt_ptr + t * dt_stride + n * K, bias_ptr + n * K, rate, k_B, is_row, K, LOWEST)
             w = tl.dot(of_k, (k * tl.exp(sums)).to(dtype), input_precision=PRECISION).to(dtype)
             tl.store(w_ptr + at_keys[:, None] + k_B[None, :], w, mask=is_row[:, None] & (k_B < K)[None, :])
             q = load_tile(q_ptr + t * row_stride + head * K, k_B, is_row, K, ACTIVATION).to(tl.float32)
@@ -431,7 +432,7 @@ def recur_chunks(inputs: Inputs, state: Tensor, rows: StateRows, out: Tensor, fe
         launch(
             chunk_channel_inputs_kernel, (N, places), q, k, v, k.stride(0), inputs.dt, strides[0], inputs.beta,
             strides[1], inputs.a_log, inputs.bias, u, w, *made, sums, scales, starts, slots, S, few, inputs.beta_scale,
-            V_BLOCK=width, INNER=INNER, B=CHANNELS, **options, num_warps=8,
+            V_BLOCK=width, INNER=INNER, B=CHANNELS, LOWEST=inputs.lowest, **options, num_warps=8,
         )
         q, k = made[0], made[1]
         options |= {"SHARE": 1, "ACTIVATION": None}

@@ -35,7 +35,7 @@ from octavo_kernels.triton.recurrent.rules import (
     load_row,
     normed,
     rate_and_bias,
-    step_of,
+    step_and_exponent,
 )
 
 COLUMNS = 64
@@ -53,8 +53,7 @@ def recurrence_kernel(
     starts_ptr: tl.tensor, lengths_ptr: tl.tensor, slots_ptr: tl.tensor, most: tl.tensor, eps: tl.tensor,
     beta_scale: tl.tensor, low: tl.tensor, high: tl.tensor, RULE: tl.constexpr, ACTIVATION: tl.constexpr,
     GATE: tl.constexpr, N: tl.constexpr, SHARE: tl.constexpr, TILE: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
-    K_BLOCK: tl.constexpr,
-    V_BLOCK: tl.constexpr, PDL: tl.constexpr,
+    K_BLOCK: tl.constexpr, V_BLOCK: tl.constexpr, LOWEST: tl.constexpr, PDL: tl.constexpr,
 ) -> None:  # fmt: skip
     """All rows of one sequence that has at most ``most``, for V_BLOCK columns of one head; see ``Inputs``. Programs of
     the delta rules have all columns."""
@@ -86,8 +85,9 @@ def recurrence_kernel(
                 q *= tl.rsqrt(tl.sum(q * q, 0) + EPS) * (K**-0.5)
                 k *= tl.rsqrt(tl.sum(k * k, 0) + EPS)
             if RULE <= 2:
-                step = step_of(dt_ptr + t * dt_stride, bias, n, k_K, is_key, low, high, RULE, K)
-                state_KB *= decay_of(rate * step, RULE)
+                dt = dt_ptr + t * dt_stride
+                step, exponent = step_and_exponent(dt, bias, rate, n, k_K, is_key, low, high, RULE, K, LOWEST)
+                state_KB *= decay_of(exponent, RULE)
             else:
                 state_KB *= single
             if IS_DELTA:
@@ -129,7 +129,8 @@ def recur(inputs: Inputs, state: Tensor, rows: StateRows) -> Tensor:
         strides[0], inputs.beta, strides[1], inputs.gate, strides[2], inputs.a_log, inputs.bias, inputs.factor, state,
         out, rows.cu_seqlens_q, rows.seq_lens_S, rows.slots_S, most, inputs.eps, inputs.beta_scale, *inputs.limits,
         RULE=rule, ACTIVATION=inputs.activation, GATE=inputs.gate_kind, N=N, SHARE=inputs.share, TILE=inputs.tile, K=K,
-        V=V, K_BLOCK=key_block, V_BLOCK=block, num_warps=min(32, max(4, key_block * block // 2048)),
+        V=V, K_BLOCK=key_block, V_BLOCK=block, LOWEST=inputs.lowest,
+        num_warps=min(32, max(4, key_block * block // 2048)),
     )
     # fmt: on
     return out
@@ -151,6 +152,7 @@ def gated_delta_triton(
         DELTA if heads.dt_bias.numel() == heads.num_heads else DELTA_BY_CHANNEL, (q, k, v), share, heads.norm_V,
         dt=_rows(dt), beta=_rows(beta_TN), gate=_rows(gate_TM), a_log=heads.a_log_N, bias=heads.dt_bias,
         gate_kind=heads.gate, eps=heads.norm_eps, beta_scale=heads.beta_scale, tile=share if heads.is_tiled else 1,
+        lowest=heads.lowest,
     )  # fmt: skip
     return recur(inputs, state, rows)
 

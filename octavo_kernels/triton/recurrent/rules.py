@@ -35,6 +35,8 @@ class Inputs(NamedTuple):
     gate_kind: str = "silu"
     eps: float = 0.0
     beta_scale: float = 1.0
+    lowest: float = 0.0
+    """See ``DeltaHeads.lowest``."""
     limits: tuple[float, float] = (0.0, float("inf"))
     """Of time steps, of STATE_SPACE."""
     tile: int = 1
@@ -64,18 +66,26 @@ def load_row(ptrs: tl.tensor, mask: tl.tensor, ACTIVATION: tl.constexpr) -> tl.t
 
 
 @triton.jit
-def step_of(
-    dt_ptr: tl.tensor, bias: tl.tensor, n: tl.tensor, k_K: tl.tensor, is_key: tl.tensor, low: tl.tensor,
-    high: tl.tensor, RULE: tl.constexpr, K: tl.constexpr,
-) -> tl.tensor:  # fmt: skip
-    """A head's time step, or one for each number of its key."""
+def channel_exponents(x: tl.tensor, rate: tl.tensor, LOWEST: tl.constexpr) -> tl.tensor:
+    """The exponents of decays of numbers of a key; see ``DeltaHeads.lowest``."""
+    return LOWEST * tl.sigmoid(-rate * x) if LOWEST < 0.0 else rate * softplus(x)
+
+
+@triton.jit
+def step_and_exponent(
+    dt_ptr: tl.tensor, bias: tl.tensor, rate: tl.tensor, n: tl.tensor, k_K: tl.tensor, is_key: tl.tensor,
+    low: tl.tensor, high: tl.tensor, RULE: tl.constexpr, K: tl.constexpr, LOWEST: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor]:  # fmt: skip
+    """A head's time step, and the exponent of its decay, or that of each number of its key."""
     if RULE == 1:
-        step = softplus(load_row(dt_ptr + n * K + k_K, is_key, None) + bias)
+        step = load_row(dt_ptr + n * K + k_K, is_key, None) + bias
+        exponent = channel_exponents(step, rate, LOWEST)
     else:
         step = softplus(tl.load(dt_ptr + n).to(tl.float32) + bias)
         if RULE == 2:
             step = tl.minimum(tl.maximum(step, low), high)
-    return step
+        exponent = rate * step
+    return step, exponent
 
 
 @triton.jit

@@ -98,6 +98,7 @@ LONG = {
     "state space": lambda: state_space_case(2, groups=1),
     "linear": lambda: linear_case(2),
     "delta by channel": lambda: delta_case(2, 2, 20, 16, by_channel=True, gate="sigmoid"),
+    "delta of bounded decays": lambda: delta_case(2, 2, 20, 16, by_channel=True, lowest=-0.2),
     "delta with negative eigenvalues": lambda: delta_case(beta_scale=2.0, gate="sigmoid", is_tiled=True),
     "state space in groups": state_space_case,
     "state space with limits": lambda: state_space_case(groups=1, limits=(0.6, 0.9)),
