@@ -28,7 +28,14 @@ from octavo_server.pipeline import Answer, Submission
 from octavo_server.services import ModelServices, asked_services_of
 from octavo_server.tenants.api_keys import caller_of
 
-DEFAULTS = {"max_new_tokens": 128, "temperature": 1.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1}
+DEFAULTS: dict[str, Any] = {
+    "max_new_tokens": 128,
+    "temperature": 1.0,
+    "top_p": 1.0,
+    "top_k": -1,
+    "min_p": 0.0,
+    "repetition_penalty": 1,
+}
 """Of SGLang, whatever the model recommends."""
 NAMES = {
     "max_new_tokens": "max_tokens",
