@@ -57,6 +57,7 @@ export function open(next) {
   dispatchEvent(new Event("conversations"));
 }
 
+const sizeOf = (message) => JSON.stringify(message).length;
 const streamsOf = (id) => [...streams.values()].filter((stream) => stream.conversation.id === id);
 const ownStreams = () => streamsOf(conversation.id);
 export const isAnswering = (id) => streamsOf(id).length > 0;
@@ -304,10 +305,24 @@ function showState() {
   find("send").hidden = isRunning;
 }
 
-// Another tab has changed a conversation: it is shown as it is now, where it stands.
-export function refresh(id, now) {
-  if (id !== conversation.id || !now || isAnswering(id)) return;
-  conversation = now;
+// Another tab has changed a conversation: it is shown as it is now, where it stands. Both tabs may be answering in it, and
+// each keeps all of it: of a message, which only grows, the larger one is the later.
+export function refresh(id, now, before) {
+  if (!now) return;
+  const isLive = isAnswering(id);
+  let hasMore = false;
+  for (const own of Object.values(before?.messages ?? {})) {
+    const other = now.messages[own.id];
+    const difference = other ? sizeOf(own) - sizeOf(other) : 0;
+    if (other ? difference >= 0 || streams.has(own.id) : isLive) now.messages[own.id] = own;
+    hasMore ||= difference > 0;
+  }
+  if (isLive) {
+    Object.assign(before, { messages: now.messages, chosen: { ...now.chosen, ...before.chosen } });
+    conversations.set(id, before); // what the streams write to
+  } else if (hasMore) keep(now);
+  if (id !== conversation.id) return;
+  conversation = isLive ? before : now;
   forgetViews();
   show();
 }

@@ -15,8 +15,8 @@ export async function startHistory() {
     find("import-files").value = "";
   });
   addEventListener("conversations", show);
-  watchOthers((id, now) => {
-    refresh(id, now);
+  watchOthers((id, now, before) => {
+    refresh(id, now, before);
     show();
   });
   try {

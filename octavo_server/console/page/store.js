@@ -55,13 +55,15 @@ export async function remove(id) {
   others?.postMessage({ from: own, id });
 }
 
-// Calls back when another tab has changed a conversation, with the conversation as it is now, undefined if it is gone.
+// Calls back when another tab has changed a conversation, with the conversation as it is now, undefined if it is gone, and
+// as it was here.
 export function watchOthers(changed) {
   others?.addEventListener("message", async ({ data: { from, id } }) => {
     if (from === own) return;
     const now = await ask("readonly", (store) => store.get(id));
+    const before = conversations.get(id);
     if (now) conversations.set(id, now);
     else conversations.delete(id);
-    changed(id, now);
+    changed(id, now, before);
   });
 }

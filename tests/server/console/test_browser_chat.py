@@ -47,6 +47,19 @@ GIVE = """(node, [kind, bytes]) => {
 }"""
 """Pastes or drops a file."""
 
+KEEPS = """async (texts) => {
+  const { result } = await new Promise((done) => {
+    const opening = indexedDB.open("octavo", 1);
+    opening.onsuccess = () => {
+      const store = opening.result.transaction("conversations").objectStore("conversations");
+      store.getAll().onsuccess = (event) => done(event.target);
+    };
+  });
+  const kept = Object.values(result[0].messages).map((each) => each.text);
+  return texts.length === kept.length && texts.every((text) => kept.includes(text));
+}"""
+"""Whether the browser keeps a conversation of messages with these texts."""
+
 SIZES = pytest.mark.parametrize("options", [{}, {**PHONE, "color_scheme": "dark"}], ids=["desktop", "phone"])
 
 
@@ -300,6 +313,27 @@ def test_two_tabs_show_the_same_conversation(visit: Any) -> None:
         "Third",
     ]
     opened.page.wait_for_selector(".message.user .text:text('Third')")
+    opened.check()
+
+
+def test_two_tabs_that_answer_in_one_conversation_keep_both_answers(visit: Any) -> None:
+    engine = InProcessEngine(says("One.", "Two.", "Three."))
+    opened = visit(engine)
+    opened.ask("First")
+    other = opened.context.new_page()
+    other.goto(opened.served.url)
+    other.click("#conversations .title")
+    engine.runs = False
+    for page, text in ((opened.page, "Second"), (other, "Third")):
+        page.fill("#prompt", text)
+        with page.expect_request("**/v1/chat/completions"):
+            page.click("#send")
+    opened.until(lambda: engine.num_live == 2)
+    while engine.num_live:
+        opened.served.call(engine.step)
+    for page in (opened.page, other):
+        page.wait_for_selector("#stop", state="hidden")
+    opened.until(lambda: other.evaluate(KEEPS, ["First", "Second", "Third", "One.", "Two.", "Three."]))
     opened.check()
 
 
