@@ -29,6 +29,8 @@ ENDS = [1, 8, 48, 150]
             (8, 1, 200, 0, torch.float16),
             (40, 1, 9, 9, torch.float32),
             (32, 3, 0, 0, torch.float32),
+            (192, 3, 0, 0, torch.bfloat16),  # those of SAM's layers with and without windows
+            (92, 3, 0, 0, torch.float32),
         ],
     ),
 )
