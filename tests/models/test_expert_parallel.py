@@ -331,5 +331,6 @@ def test_experts_of_gpus_are_whole(checkpoint: Checkpoint) -> None:
 def test_experts_that_move_keep_their_weights(moves: bool) -> None:
     """New ones would be written to the places that experts had at the start."""
     loaded, other = MagicMock(kept=MagicMock(has_constants=False)), MagicMock()
+    model = read_config(make_config("mixtral/two_of_five").to_dict())
     config = EngineConfig(model=ModelSettings(model="m", enable_eplb=moves))
-    assert (_updates(config, other, other, DENSE, loaded, other, None) is None) == moves
+    assert (_updates(config, model, other, DENSE, loaded, other, None) is None) == moves
