@@ -53,6 +53,10 @@ class Zamba2Config(DecoderConfig):
     """Whether layers change the shared queries, keys and values, besides the gates and ups."""
 
     @property
+    def has_stages(self) -> bool:
+        return False  # all layers see the embeddings
+
+    @property
     def uses(self) -> list[int]:
         """The layers with shared weights."""
         return [i for i, kind in enumerate(self.kinds[: self.num_layers]) if kind == HYBRID]
