@@ -43,6 +43,7 @@ STATE_TYPES = {
     "falcon_h1",
     "jamba",
     "zamba2",
+    "bailing_hybrid",
 }
 WITH_STATE = [row for row in ROWS if ROWS[row][0] in STATE_TYPES]
 
