@@ -21,6 +21,7 @@ LATEST = ":latest"
 """The tag that clients add to a name without one."""
 SAMPLING = {option.ollama: name for name, option in OPTIONS.items() if option.ollama}
 """Names of options here, and those of ``SamplingParams``."""
+LEAST_SHARE = 1e-6
 ABOUT_LOADING = frozenset(
     {
         *("num_ctx", "num_keep", "num_batch", "num_gpu", "main_gpu", "num_thread", "numa", "low_vram", "f16_kv"),
@@ -115,6 +116,8 @@ def generation_fields(body: CommonBody, services: ModelServices) -> dict[str, An
         fields["stop"] = stop
     values = {name: (here, body.options.get(here)) for here, name in SAMPLING.items()}
     given = {name: _checked(name, *pair) for name, pair in values.items() if pair[1] is not None}
+    if given.get("top_p") == 0:  # there the most likely token alone; no share of 0 is known to the engine
+        given["top_p"] = LEAST_SHARE
     limit = body.options.get("num_predict")
     if limit is not None:
         fields["max_tokens"] = _limit(limit)

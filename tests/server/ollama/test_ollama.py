@@ -228,6 +228,11 @@ def test_log_probabilities_of_each_token(server: Served, raw: bool) -> None:
     assert "logprobs" not in plain.json()
 
 
+def test_a_share_of_nothing_is_the_most_likely_token(server: Served) -> None:
+    assert post(server, "generate", prompt="Hi", options={"top_p": 0, "num_predict": 2}).status_code == 200
+    assert 0 < server.engine.requests[-1].params.top_p < 1e-5
+
+
 def test_an_error_within_a_stream_is_a_line(serve_app: Any) -> None:
     from octavo.errors import RequestFailed
 
