@@ -30,7 +30,6 @@ from octavo.config import (
     CacheSettings,
     EngineConfig,
     ModelSettings,
-    SchedulerSettings,
     parse_lora_modules,
     to_flat,
 )
@@ -153,7 +152,7 @@ def build_engine(
         warm_up()
         phases.done("kernels and graphs")
     info = _info(model_config, loaded, form, limits, budget, config.model, *generation, images, updates, pooling)
-    depth = _depth(config.scheduler, device, limits, method, config.model.pipeline_parallel_size)
+    depth = _depth(config, device, limits, method)
     scheduler = _scheduler(config, limits, method, images, model_config.rope_sets, 1 if link is None else depth)
     weights = _connect_blocks(scheduler, config, runner, storage, path, form, info)
     lora = None if numbers is None else _load_adapters(config.model, runner, numbers)
@@ -166,13 +165,12 @@ def build_engine(
     return Engine(scheduler, balanced, grammars, lora, sleeper, weights, depth), info
 
 
-def _depth(
-    settings: SchedulerSettings, device: torch.device, limits: memory.Limits, method: Method | None, num_stages: int
-) -> int:
-    """Steps in flight: one for each stage, but one if drafts can be rejected and there is recurrent state, as the next
-    begins with it."""
+def _depth(config: EngineConfig, device: torch.device, limits: memory.Limits, method: Method | None) -> int:
+    """Steps in flight: one for each stage of a single rank, but one if drafts can be rejected and there is recurrent
+    state, as the next begins with it."""
     waits = limits.states is not None and method is not None
-    return num_stages * DEPTH[device.type] if settings.async_scheduling and not waits else 1
+    num_stages = config.model.pipeline_parallel_size if config.model.tensor_parallel_size == 1 else 1
+    return num_stages * DEPTH[device.type] if config.scheduler.async_scheduling and not waits else 1
 
 
 def _info(

@@ -162,12 +162,15 @@ def make_engine(
         max_num_seqs=most[0],
         max_num_batched_tokens=most[1],
         speculation=speculating(repeat, NUM_DRAFTS),
-        num_stages=num_stages,
+        num_stages=num_stages if size == 1 else 1,
     )
     adapters = LoadedAdapters(runner, numbers, 3)
     parts: dict[str, Any] = {"grammars": EveryThird(), "adapters": adapters}
     balanced = BalancedRunner(runner, runner, scheduler.stats) if whole_experts and size > 1 else runner
-    return Made(Engine(scheduler, balanced, **parts, depth=2 if runs_ahead else 1 if states else num_stages), executor)
+    return Made(
+        Engine(scheduler, balanced, **parts, depth=2 if runs_ahead else 1 if states or size > 1 else num_stages),
+        executor,
+    )
 
 
 def run(made: Made, adapter: Path | None = None) -> Iterator[Output]:
@@ -295,7 +298,7 @@ def test_stages_give_the_tokens_of_one_device(
     monkeypatch.setattr(HostExecutor, "finish_stage", counted)
     make_checkpoint(tmp_path, row, **sizes(row, 2), **changes)
     compare(tmp_path, size, num_stages=num_stages)
-    if row.startswith("llama"):  # with drafts and recurrent states, one step is in flight
+    if row.startswith("llama") and size == 1:  # with drafts and recurrent states, one step is in flight
         assert max(pending) == num_stages - 1, "stages waited for each other"
 
 

@@ -168,18 +168,17 @@ class HostExecutor:
         return self._program.begin(step, message.shape, message)
 
     def _begin_stage(self, message: Step, link: StageLink) -> Reply[StepResult]:
-        """Compute this stage. The step is finished at once on the last stage, and where its output is too large to be
-        handed on before it is asked for."""
+        """Compute this stage. The step is finished at once on the last stage, and where it may not wait."""
         while len(self._pending) >= link.stage.count:
             self.finish_first()
         num_rows = message.shape.num_rows if message.needs_all_rows else message.shape.num_samples
-        is_short = link.has_room(num_rows)
-        if not is_short:
+        may_wait = link.may_wait(num_rows)
+        if not may_wait:
             self.finish_pending()
         reply = StageReply(self, message, self._begin(message))
         self._pending.append(reply)
         self._buffers.rotate(-1)
-        if link.stage.is_last or not is_short:
+        if link.stage.is_last or not may_wait:
             self.finish_pending()
         return reply
 

@@ -36,9 +36,14 @@ class StageLink:
         self._received = torch.empty(0, width, dtype=dtype)
         """Holds the last stage's output: at one address, so that what is computed from it can be recorded."""
 
-    def has_room(self, num_rows: int) -> bool:
-        """Whether the last stage can hand on the outputs of all steps in flight, of so many rows each, before they are
-        asked for."""
+    def may_wait(self, num_rows: int) -> bool:
+        """Whether steps with so many rows of output may be finished later than they are begun.
+
+        The channel must have room for the outputs of all steps in flight. Ranks of one stage would not agree when to
+        finish which, and sampling needs all of them.
+        """
+        if self._memory.within.size > 1:
+            return False
         return num_rows * self._width * self._dtype.itemsize * self.stage.count <= self._memory.channel_bytes // 2
 
     def begin(self, forward: StageForward, token_ids_T: Tensor, positions_T: Tensor, rows: PagedRows) -> Tensor:
