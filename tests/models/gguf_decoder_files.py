@@ -13,6 +13,7 @@ DECODERS = {
     "afmoe": "AFMOE",
     "apertus": "APERTUS",
     "arcee": "ARCEE",
+    "bailing_moe_v2": "BAILINGMOE2",
     "bloom": "BLOOM",
     "cohere": "COMMAND_R",
     "cohere2": "COHERE2",
@@ -34,6 +35,7 @@ DECODERS = {
     "hy_v3": "DOTS1",
     "llama4_text": "LLAMA4",
     "mimo_v2_flash": "MIMO2",
+    "minicpm": "MINICPM",
     "minimax_m2": "MINIMAXM2",
     "ministral3": "MISTRAL3",
     "mpt": "MPT",
@@ -50,10 +52,10 @@ DECODERS = {
 }
 WRITTEN = {"cohere2_moe": "cohere2moe", "hy_v3": "hy_v3"}
 """Architectures that the package does not know: their names, with the tensors of a known one."""
-PERMUTED = ("arcee", "granite", "granitemoe", "granitemoeshared", "ministral3", "olmo", "smollm3")
+PERMUTED = ("arcee", "granite", "granitemoe", "granitemoeshared", "minicpm", "ministral3", "olmo", "smollm3")
 LISTED = ("afmoe", "cohere2_moe", "exaone4", "exaone_moe", "mimo_v2_flash", "olmo3")
 """Those whose files say which layers have windows."""
-SIGMOID = ("afmoe", "dots1", "exaone_moe", "glm4_moe", "hy_v3", "mimo_v2_flash", "minimax_m2")
+SIGMOID = ("afmoe", "bailing_moe_v2", "dots1", "exaone_moe", "glm4_moe", "hy_v3", "mimo_v2_flash", "minimax_m2")
 
 
 def converted_decoder(kind: str, config: dict[str, Any], name: str, tensor: Tensor) -> dict[str, Tensor]:
@@ -63,7 +65,7 @@ def converted_decoder(kind: str, config: dict[str, Any], name: str, tensor: Tens
     if kind in PERMUTED and (match := re.search(r"\.([qk])_proj\.", name)):
         count = heads if match[1] == "q" else config["num_key_value_heads"]
         return {name: tensor.reshape(count, 2, -1, *tensor.shape[1:]).transpose(1, 2).reshape(tensor.shape)}
-    if "query_key_value" in name:
+    if "query_key_value" in name and kind != "bailing_moe_v2":
         groups = config["num_kv_heads"] if config.get("new_decoder_architecture") else heads
         groups = 1 if config.get("multi_query") and not config.get("new_decoder_architecture") else groups
         each = heads // groups
@@ -88,7 +90,7 @@ def converted_decoder(kind: str, config: dict[str, Any], name: str, tensor: Tens
         return {f"{layer}.ffn_down_exps.weight": tensor.transpose(1, 2)}
     if ".act_fn." in name:
         return {}
-    if name.endswith("expert_bias") and kind == "afmoe":
+    if name.endswith("expert_bias") and kind in ("afmoe", "bailing_moe_v2"):
         return {f"{layer}.exp_probs_b.bias": tensor}
     if kind == "hy_v3":
         name = name.replace("shared_mlp", "shared_experts").replace("router.gate", "gate")
@@ -131,6 +133,10 @@ def write_decoder_keys(writer: gguf.GGUFWriter, kind: str, config: dict[str, Any
             getattr(writer, f"add_{key}")(config[name])
     if kind in ("gpt_neox", "stablelm"):
         writer.add_parallel_residual(config["use_parallel_residual"])
+    if kind == "minicpm":
+        writer.add_embedding_scale(config["scale_emb"])
+        writer.add_residual_scale(config["scale_depth"] / layers**0.5)
+        writer.add_logit_scale(hidden / config["dim_model_base"])
     if kind == "apertus":
         writer.add_xielu_beta([0.5] * layers)
         writer.add_xielu_eps([-1e-6] * layers)

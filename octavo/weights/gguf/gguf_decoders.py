@@ -73,6 +73,15 @@ def _apertus(data: Metadata, config: Config) -> None:
             everything.fail(key, f"must be {value} in all layers")
 
 
+def _minicpm(data: Metadata, config: Config) -> None:
+    """Older files do not have the factors, which are those of the first models then."""
+    read_llama(data, config)
+    count, width = config["num_hidden_layers"], config["hidden_size"]
+    config["scale_emb"] = data.real("embedding_scale", 12.0)
+    config["scale_depth"] = data.real("residual_scale", 1.4 / count**0.5) * count**0.5
+    config["dim_model_base"] = width / data.real("logit_scale", width / 256)
+
+
 def _granite(data: Metadata, config: Config) -> None:
     read_llama(data, config)
     read_factors(data, config)
@@ -311,6 +320,7 @@ DECODERS: dict[str, GgufFamily] = {
     "gptneox": GgufFamily("GPTNeoXForCausalLM", NEOX, _neox, NEOX_OUTER, "gpt_neox.layers.", order=_fused_order),
     "granite": GgufFamily("GraniteForCausalLM", LLAMA, _granite, is_permuted=True),
     "hunyuan-dense": GgufFamily("HunYuanDenseV1ForCausalLM", HUNYUAN, _hunyuan),
+    "minicpm": GgufFamily("MiniCPMForCausalLM", LLAMA, _minicpm, is_permuted=True),
     "mistral3": GgufFamily("Ministral3ForCausalLM", LLAMA, _ministral3, is_permuted=True),
     "mpt": GgufFamily("MptForCausalLM", MPT, _mpt, MPT_OUTER, "transformer.blocks."),
     "nemotron": GgufFamily("NemotronForCausalLM", UNGATED, _nemotron),

@@ -19,6 +19,7 @@ from octavo.weights.gguf.gguf_families import (
     HEAD_NORMS,
     LLAMA,
     MIXTRAL,
+    OUTER,
     SIGMOID,
     SOFTMAX,
     Config,
@@ -174,6 +175,20 @@ def _afmoe(data: Metadata, config: Config) -> None:
     read_windows(data, config, every=4)
 
 
+def _bailing2(data: Metadata, config: Config) -> None:
+    _experts(data, config)
+    must_be_sigmoid(data)
+    tensors = data.file.tensors
+    config["num_experts"], count = config.pop("n_routed_experts"), config.pop("n_shared_experts")
+    config["num_shared_experts"] = count
+    shared = data.count("expert_shared_feed_forward_length", count * config["moe_intermediate_size"], low=0)
+    config["moe_shared_expert_intermediate_size"] = shared // max(count, 1) or None
+    config["use_qkv_bias"] = config.pop("attention_bias")
+    config["use_qk_norm"] = "blk.0.attn_q_norm.weight" in tensors
+    config["score_function"] = "sigmoid"
+    config["moe_router_enable_expert_bias"] = any(".exp_probs_b." in name for name in tensors)
+
+
 def _mistral4(data: Metadata, config: Config) -> None:
     read_deepseek2(data, config)
     if config["architectures"] != ["Mistral4ForCausalLM"]:
@@ -251,10 +266,25 @@ AFMOE = {
     "ffn_gate_inp": "mlp.router.gate",
     "exp_probs_b": "mlp.expert_bias",
 }
+BAILING = {
+    **GLM,
+    "attn_qkv": "attention.query_key_value",
+    "attn_output": "attention.dense",
+    "attn_q_norm": "attention.query_layernorm",
+    "attn_k_norm": "attention.key_layernorm",
+    "exp_probs_b": "mlp.gate.expert_bias",
+}
+BAILING_OUTER = {**OUTER, "token_embd": "model.word_embeddings"}
 MIMO = {**GLM, "attn_sinks": "self_attn.attention_sink_bias"}
 
 MIXTURES: dict[str, GgufFamily] = {
     "afmoe": GgufFamily("AfmoeForCausalLM", AFMOE, _afmoe),
+    "bailingmoe2": GgufFamily(
+        "BailingMoeV2ForCausalLM",
+        {name: own for name, own in BAILING.items() if not own.startswith("self_attn.")},
+        _bailing2,
+        BAILING_OUTER,
+    ),
     "cohere2moe": GgufFamily("Cohere2MoeForCausalLM", COHERE_MOE, _cohere2_moe),
     "dots1": GgufFamily("Dots1ForCausalLM", GLM, _dots1),
     "ernie4_5-moe": GgufFamily(
