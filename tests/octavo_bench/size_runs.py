@@ -22,6 +22,7 @@ LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 EXPERTS = {"n_routed_experts": 128, "n_shared_experts": 2, "num_experts_per_tok": 6}
 CHANGES: dict[str, dict[str, Any]] = {
     "Dots1ForCausalLM": EXPERTS,
+    "GPTNeoForCausalLM": {"num_layers": 2, "attention_types": [[["global", "local"], 1]]},
     "Glm4MoeForCausalLM": {"head_dim": 128},
     "Lfm2MoeForCausalLM": {"layer_types": ["conv", "conv", "full_attention"], "num_hidden_layers": 3},
 }
