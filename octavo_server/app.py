@@ -29,7 +29,7 @@ from octavo_server.console import pages as console
 from octavo_server.console import stats_stream as live
 from octavo_server.dialects.anthropic import messages
 from octavo_server.dialects.batches import batches, files
-from octavo_server.dialects.native import completions, generate, infer, sessions, sglang, tgi, token_ids
+from octavo_server.dialects.native import completions, generate, infer, sagemaker, sessions, sglang, tgi, token_ids
 from octavo_server.dialects.ollama import endpoints as ollama
 from octavo_server.dialects.ollama import models as ollama_models
 from octavo_server.dialects.openai import (
@@ -69,7 +69,7 @@ GROUP = "octavo.endpoints"
 PARTS = (
     *(completions, chat, messages, responses, conversations, files, batches, durable, embeddings, scoring),
     *(classification, tei, adapters, models, tokenize, render, derender, probes, live, explanations, sleep, weights),
-    *(token_ids, sessions, admin, generate, sglang, infer, tgi, ollama, ollama_models),
+    *(token_ids, sessions, admin, generate, sglang, infer, tgi, sagemaker, ollama, ollama_models),
 )
 
 

@@ -138,7 +138,13 @@ class ServerServices:
         return services, body, headers
 
     async def decoded(self, request: Request, decoder: BodyDecoder[Body]) -> tuple[ModelServices, Body, list[str]]:
-        """The services of the body's model, the body, and the names of ignored fields. Raises ``RequestError``."""
+        """The services of the body's model, the body, and the names of ignored fields. Raises ``RequestError``.
+
+        An endpoint that passes a request on to another leaves in ``request.state.decoded`` what it had from here.
+        """
+        if hasattr(request.state, "decoded"):
+            decoded: tuple[ModelServices, Body, list[str]] = request.state.decoded
+            return decoded
         longest = max(each.engine.info.max_model_len for each in self.models)
         body, ignored_fields = await self.body_receiver.read_json(request, decoder, longest)
         name = getattr(body, "model", "") or getattr(body, "name", "")  # Ollama's older name

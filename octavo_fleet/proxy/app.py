@@ -35,7 +35,7 @@ POST = (
     *("/v2/models/{id}/infer", "/v2/models/{id}/generate", "/v2/models/{id}/generate_stream"),
     *("/tokenize", "/detokenize", "/pooling", "/classify", "/score", "/rerank", "/generate", "/generate_stream"),
     *("/embed", "/embed_all", "/embed_sparse", "/predict", "/similarity", "/infer", "/infer/v1/completions"),
-    *("/v1/files", "/v1/batches", "/v1/batches/{id}/cancel"),
+    *("/v1/files", "/v1/batches", "/v1/batches/{id}/cancel", "/invocations"),
 )
 GET = (
     *("/v1/models", "/v1/models/{name:path}", "/v1/responses/{id}", "/v1/responses/{id}/input_items"),

@@ -63,8 +63,8 @@ class MissingParameter(InvalidParameter):
 
     code = "missing_required_parameter"
 
-    def __init__(self, param: str) -> None:
-        super().__init__(param, f"Missing required parameter: '{param}'.")
+    def __init__(self, param: str, message: str = "") -> None:
+        super().__init__(param, message or f"Missing required parameter: '{param}'.")
 
 
 class NotFound(RequestError):

@@ -211,7 +211,7 @@ def log_access(scope: Scope, status: int, seconds: float, request_id: str) -> No
     )
 
 
-OPEN_PATHS = frozenset({"/health", "/ready"})
+OPEN_PATHS = frozenset({"/health", "/ping", "/ready"})
 """Health probes have no key, and often use the address as the host name."""
 SINGLE_HEADERS = frozenset(
     (

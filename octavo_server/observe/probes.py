@@ -122,6 +122,8 @@ async def get_version(request: Request) -> Response:
 
 COMMON_ENDPOINTS = [
     Endpoint("GET", "/health", health, "Whether this process is alive and its engine process can be started"),
+    Endpoint("GET", "/ping", health, "As `/health`, for SageMaker", name="ping"),
+    Endpoint("POST", "/ping", health, "As `/health`, for SageMaker", name="post_ping"),
     Endpoint("GET", "/ready", ready, "Whether a request sent now would be computed soon"),
     Endpoint("GET", "/metrics", metrics, "Metrics for Prometheus"),
     Endpoint("GET", "/load", load, "How many requests are accepted and not yet ended"),
