@@ -333,10 +333,11 @@ def _check_single(headers: Iterable[tuple[bytes, bytes]]) -> None:
 
 
 def _tidy(path: str) -> str:
-    """``path`` without doubled or trailing slashes, which result from base URLs with an extra slash."""
+    """``path`` without doubled or trailing slashes, which result from base URLs with an extra slash, and without the
+    ``/openai`` that Groq's SDK puts in front of ``/v1``."""
     if "//" in path or path.endswith("/"):
-        return "/" + "/".join(filter(None, path.split("/")))
-    return path
+        path = "/" + "/".join(filter(None, path.split("/")))
+    return path.removeprefix("/openai") if path.startswith("/openai/v1/") else path
 
 
 def _secret(headers: Headers) -> bytes | None:

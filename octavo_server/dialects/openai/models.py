@@ -60,6 +60,13 @@ def _model(services: ModelServices, name: str) -> dict[str, Any]:
         "created": services.created,
         "owned_by": "octavo",
         "max_model_len": services.engine.info.max_model_len,
+        # Without these three, Mistral's SDK does not know what the model is.
+        "type": "base",
+        "max_context_length": services.engine.info.max_model_len,
+        "capabilities": {
+            "completion_chat": "generate" in services.engine.info.tasks,
+            "vision": services.takes_images,
+        },
         "input_modalities": [
             "text",
             *(["image"] if services.takes_images else []),

@@ -21,12 +21,21 @@ def test_models(served: Served) -> None:
     assert model["object"] == "model"
     assert model["max_model_len"] == MAX_MODEL_LEN
     assert model["input_modalities"] == ["text"]
+    assert model["type"] == "base"  # by which Mistral's SDK knows it
+    assert model["max_context_length"] == MAX_MODEL_LEN
+    assert model["capabilities"] == {"completion_chat": True, "vision": False}
     assert served.client.get("/v1/models/test").json() == model
     error = served.client.get("/v1/models/owner/other").json()["error"]
     assert error["message"] == "The model `owner/other` does not exist. This server serves `test`."
     assert error["code"] == "model_not_found"
     message = served.client.get("/v1/models/Test").json()["error"]["message"]
     assert message.endswith("This server serves `test`. Names are case-sensitive.")
+
+
+def test_paths_as_groqs_client_has_them(served: Served) -> None:
+    """https://github.com/groq/groq-python: its base URL has no path, and its paths begin with /openai/v1."""
+    assert served.client.get("/openai/v1/models").json() == served.client.get("/v1/models").json()
+    assert served.client.get("/openai/stats").status_code == 404
 
 
 def test_a_name_with_slashes(serve_app: Any) -> None:
