@@ -6,6 +6,7 @@ https://platform.openai.com/docs/api-reference/chat
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 import msgspec
@@ -25,6 +26,8 @@ from octavo_server.dialects.openai.constraints import (
     ToolUse,
     arguments_of,
     constraint,
+    functions_use,
+    in_older_words,
     input_of,
     message_constraints,
     tool_use,
@@ -64,8 +67,6 @@ REFUSED_IN_CHAT: dict[str, tuple[Any, ...]] = REFUSED | {
     "best_of": (1,),
     "chat_template": (),
     "echo": (),
-    "function_call": ("none",),
-    "functions": (),
     "modalities": (["text"],),
     "suffix": (),
 }
@@ -100,6 +101,8 @@ class ChatBody(GenerationFields, kw_only=True):
     parallel_tool_calls: bool | None = None
     """``None`` = true, but false for a model whose chat template does not support tools: such models repeat calls."""
     reasoning_effort: str | None = None
+    functions: list[dict[str, Any]] = []
+    function_call: str | dict[str, Any] | None = None
 
 
 decoder = BodyDecoder(ChatBody, REFUSED_IN_CHAT, ACCEPTED, IGNORED_IN_CHAT, SAMPLING)
@@ -124,20 +127,31 @@ def refused_elsewhere(own: type[msgspec.Struct], accepted: frozenset[str]) -> di
 
 
 async def _translate(body: ChatBody, services: ModelServices, request: Request) -> Submission:
-    tools = tools_of(body, services)
-    if tools is not None:
-        services.report(request, tools.unbound)
+    is_older = bool(body.functions or body.function_call)
+    in_words: Callable[[], AbstractContextManager[None]] = in_older_words if is_older else nullcontext
+    with in_words():
+        tools = tools_of(body, services)
+        if tools is not None:
+            services.report(request, tools.unbound)
+        asked = client_request(body, services, request, tools)
     return Submission(
-        request=client_request(body, services, request, tools),
+        request=asked,
         answer=lambda generation: ChatAnswer(services, body, generation, tools),
         is_streamed=body.stream,
         is_large=body.logprobs or body.prompt_logprobs is not None,
         is_resumable=True,
+        in_words=in_words,
     )
 
 
 def tools_of(body: ChatBody, services: ModelServices) -> ToolUse | None:
     """The tools and tool choice of a body. Raises ``InvalidParameter``."""
+    if body.functions or body.function_call:
+        if body.tools or body.tool_choice:
+            raise InvalidParameter(
+                "functions", "Either 'functions' or their successor, 'tools', can be given, not both."
+            )
+        return functions_use(body.functions, body.function_call)
     is_parallel = body.parallel_tool_calls
     return tool_use(
         body.tools, body.tool_choice, services.message_format.is_parallel if is_parallel is None else is_parallel
@@ -470,9 +484,9 @@ class ChatMessage:
                 kind, key, written = self._written(piece)
                 if not self._is_call_open:
                     opened = {"index": index, "id": self._new_id(), "type": kind, kind: {"name": piece.name, key: ""}}
-                    yield {"tool_calls": [opened]}
+                    yield self._told([opened])
                 if written and not (self._is_call_open and isinstance(piece, Call)):
-                    yield {"tool_calls": [{"index": index, kind: {key: written}}]}
+                    yield self._told([{"index": index, kind: {key: written}}])
                 self._is_call_open = isinstance(piece, CallProgress)
                 index += not self._is_call_open
             elif piece.kind == "reasoning":
@@ -487,14 +501,19 @@ class ChatMessage:
         message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
         if calls:
             message["content"] = content or None
-            message["tool_calls"] = []
+            told: list[dict[str, Any]] = []
             for call in calls:
                 kind, key, written = self._written(call)
-                called = {"id": self._new_id(), "type": kind, kind: {"name": call.name, key: written}}
-                message["tool_calls"].append(called)
+                told.append({"id": self._new_id(), "type": kind, kind: {"name": call.name, key: written}})
+            message |= self._told(told)
         if self.reasoning:
             message |= dict.fromkeys(ANSWER_REASONING_KEYS, self.reasoning)
         return message
+
+    def _told(self, calls: list[dict[str, Any]]) -> dict[str, Any]:
+        """The member of a message, or of a delta, with these calls."""
+        is_older = self._tools is not None and self._tools.is_older
+        return {"function_call": calls[0]["function"]} if is_older else {"tool_calls": calls}
 
     def _written(self, call: Call | CallProgress) -> tuple[str, str, str]:
         """The type of a call, the member that says with what it calls, and that member's text."""
@@ -506,8 +525,10 @@ class ChatMessage:
 
     def finish_reason(self, reason: str | None) -> str | None:
         """``tool_calls`` instead of ``stop`` when there are calls, unless the client named the function."""
-        is_named = self._tools is not None and self._tools.mode == "named"
-        return "tool_calls" if reason == "stop" and self._num_calls and not is_named else reason
+        tools = self._tools
+        if reason != "stop" or not self._num_calls or (tools is not None and tools.mode == "named"):
+            return reason
+        return "function_call" if tools is not None and tools.is_older else "tool_calls"
 
 
 def chat_message(

@@ -10,10 +10,11 @@ https://platform.openai.com/docs/guides/function-calling
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple, Protocol
 
 from pydantic_core import from_json
@@ -50,6 +51,8 @@ class ToolUse:
     allowed: tuple[Tool, ...]
     """The functions that may be called."""
     is_parallel: bool
+    is_older: bool = False
+    """Whether they came as ``functions``, and a call is told as ``function_call``."""
 
     @property
     def names(self) -> frozenset[str]:
@@ -111,6 +114,38 @@ def tool_use(tools: list[dict[str, Any]], choice: ToolChoice | None, is_parallel
     if not allowed:
         raise InvalidParameter("tool_choice", "'tool_choice' names a function that 'tools' does not have.")
     return ToolUse(given, found, "named", allowed, False)
+
+
+def functions_use(functions: list[dict[str, Any]], choice: ToolChoice | None) -> ToolUse | None:
+    """Parse ``functions`` and ``function_call``, which tools have replaced: at most one is called, and the choice has
+    just its name. Raises ``InvalidParameter``, in the words of tools: see ``in_older_words``.
+
+    https://platform.openai.com/docs/api-reference/chat/create
+    """
+    if isinstance(choice, dict) and isinstance(choice.get("name"), str):
+        choice = {"type": "function", "function": choice}
+    elif choice not in (None, "none", "auto"):
+        message = "'function_call' must be 'none', 'auto' or an object with the 'name' of a function."
+        raise InvalidParameter("function_call", message)
+    used = tool_use([{"type": "function", "function": function} for function in functions], choice, False)
+    if used is None:
+        return None
+    allowed = tuple(
+        tool._replace(place=tool.place.replace("tools", "functions").replace(".function", "")) for tool in used.allowed
+    )
+    return replace(used, allowed=allowed, is_older=True)
+
+
+@contextlib.contextmanager
+def in_older_words() -> Iterator[None]:
+    """Let errors about tools name ``functions`` and ``function_call``."""
+    try:
+        yield
+    except InvalidParameter as error:
+        error.message = re.sub(r"'tools(\[\d+\])?(\.function)?", r"'functions\1", error.message)
+        error.message = error.message.replace("'tool_choice'", "'function_call'")
+        error.param = {"tools": "functions", "tool_choice": "function_call"}.get(error.param or "", error.param)
+        raise
 
 
 def input_of(arguments: str) -> str:

@@ -162,7 +162,6 @@ def test_a_model_without_template_has_no_chat(serve_app: Any) -> None:
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("functions", [{"name": "f"}]),
         ("chat_template", "{{ messages }}"),
         ("modalities", ["text", "audio"]),
         ("audio", {"voice": "x"}),

@@ -100,7 +100,7 @@ OTHER_TESTS = {
     },
     "test_special_tokens_go_around_a_prompt_unless_told_otherwise": {"add_special_tokens"},
     "test_kv_transfer": {"kv_transfer_params"},
-    "test_tools": {"tools", "tool_choice", "parallel_tool_calls"},
+    "test_tools": {"tools", "tool_choice", "parallel_tool_calls", "functions", "function_call"},
 }
 """Fields about the answer or the prompt, by where they are shown."""
 

@@ -82,6 +82,57 @@ def test_calls_come_whole(serve_hermes: Callable[[str], Served]) -> None:
     assert all(call["type"] == "function" and call["id"].startswith("call_") for call in calls)
 
 
+FUNCTIONS = [tool["function"] for tool in TOOLS]
+
+
+def test_functions_are_tools_of_which_one_is_called(serve_hermes: Callable[[str], Served]) -> None:
+    """The forerunner of tools: https://platform.openai.com/docs/api-reference/chat/create"""
+    served = serve_hermes(TEXT)
+    served.chat(tools=TOOLS)
+    choice = served.chat(functions=FUNCTIONS, function_call="auto", max_tokens=400).json()["choices"][0]
+    one, other = served.engine.requests[-2:]
+    assert one.prompt_tokens == other.prompt_tokens
+    assert choice["finish_reason"] == "function_call"
+    call = {"name": "get_weather", "arguments": '{"city": "Z\u00fcrich"}'}
+    assert (choice["message"]["content"], choice["message"]["function_call"]) == ("I look.", call)
+    assert "tool_calls" not in choice["message"]
+    choices = [chunk["choices"][0] for chunk in chunks_of(served, functions=FUNCTIONS)]
+    first, *rest = [each["delta"]["function_call"] for each in choices if "function_call" in each["delta"]]
+    assert first == {"name": "get_weather", "arguments": ""}
+    assert all(set(part) == {"arguments"} for part in rest)
+    assert "".join(part["arguments"] for part in rest) == call["arguments"]
+    assert choices[-1]["finish_reason"] == "function_call"
+    named = serve_hermes(CALL).chat(functions=FUNCTIONS, function_call={"name": "get_weather"}, max_tokens=400)
+    choice = named.json()["choices"][0]
+    assert (choice["finish_reason"], choice["message"]["function_call"]) == ("stop", call)
+    none = served.chat(functions=FUNCTIONS, function_call="none", max_tokens=400).json()["choices"][0]
+    assert none["message"]["content"] == CALL
+
+
+@pytest.mark.parametrize(
+    ("body", "param", "words"),
+    [
+        ({"functions": [{"name": "f g"}]}, "functions", "'functions[0].name' must have"),
+        ({"functions": [{"name": "f", "parameters": 1}]}, "functions", "'functions[0].parameters' must be"),
+        ({"functions": FUNCTIONS, "function_call": {"name": "g"}}, "function_call", "'functions' does not have"),
+        ({"functions": FUNCTIONS, "function_call": "required"}, "function_call", "'function_call' must be 'none'"),
+        ({"function_call": {"name": "f"}}, "function_call", "only allowed when 'functions' are given"),
+        ({"functions": FUNCTIONS, "tools": TOOLS}, "functions", "not both"),
+    ],
+)
+def test_functions_that_are_refused(served: Served, body: dict[str, Any], param: str, words: str) -> None:
+    error = served.chat(**body).json()["error"]
+    assert error["param"] == param
+    assert words in error["message"]
+
+
+def test_what_no_grammar_keeps_to_is_named_where_the_function_has_it(serve_app: Any) -> None:
+    served = serve_app(tool_call_parser="hermes", unknown_fields="reject")
+    described = {**function(UNUSABLE)["function"], "name": "f"}
+    response = served.chat(functions=[described], function_call={"name": "f"})
+    assert "functions[0].parameters.properties.a.uniqueItems" in response.json()["error"]["message"]
+
+
 def test_content_is_null_only_with_calls(serve_hermes: Callable[[str], Served]) -> None:
     message = serve_hermes(CALL).chat(tools=TOOLS, max_tokens=400).json()["choices"][0]["message"]
     assert message["content"] is None
