@@ -237,12 +237,14 @@ class Scheduler(SequenceAdmission):
         return plan
 
     def _of_step(self) -> list[Sequence]:
-        """The running sequences, the oldest first; with stages, as many as come to each of them, and none whose next
-        token is in flight, as the step would wait for it."""
+        """The running sequences, the oldest first; with stages, as many as come to each of them, those of no step in
+        flight before others, and none whose next token is in flight, as the step would wait for it."""
         if self.num_stages == 1:
             return list(self.running.values())
         most = -(-len(self.running) // self.num_stages)
-        return [seq for seq in self.running.values() if seq.tokens[-1] is not None][:most]
+        known = [seq for seq in self.running.values() if seq.tokens[-1] is not None]
+        chosen = {seq.id for seq in sorted(known, key=lambda seq: seq.num_in_flight)[:most]}
+        return [seq for seq in known if seq.id in chosen]
 
     def _take(self, seq: Sequence, num_tokens: int, drafts: tuple[int, ...] = ()) -> Scheduled:
         start, states = seq.num_computed_tokens, self.cache.states

@@ -66,6 +66,16 @@ def test_stages_compute_different_sequences_and_chunks_of_one_prompt_at_once() -
     run_to_end(engine)
 
 
+def test_stages_go_on_with_a_short_request_beside_a_long_prompt() -> None:
+    engine, _ = make_engine(max_num_batched_tokens=10, depth=2, num_stages=2)
+    engine.add(make_request(0, prompt=230, max_tokens=1))
+    engine.step()
+    engine.add(make_request(1, prompt=6, max_tokens=10))
+    steps = [number for number in range(22) for output in engine.step() if output.request_id == 1 and output.tokens]
+    assert len(steps) == 10, f"its tokens came at {steps}"
+    run_to_end(engine)
+
+
 def test_no_sequence_is_overtaken_while_waiting_for_blocks() -> None:
     engine, runner = make_engine(num_blocks=4, block_size=4)
     engine.add(make_request(0, prompt=8, max_tokens=8))
