@@ -46,7 +46,7 @@ class Tuner(Protocol):
 
 
 IDLE, WORKS, WAITS = range(3)
-"""What a rank does: nothing; a message; or it waits for another stage to get on with one."""
+"""What a rank does: nothing; a message; or it waits for stage s to get on with one: WAITS + s."""
 
 
 class MessageWriter(Protocol):

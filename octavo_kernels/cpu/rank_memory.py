@@ -15,7 +15,7 @@ import os
 
 import numpy as np
 
-from octavo.ops.device_backend import IDLE, WORKS, Check
+from octavo.ops.device_backend import IDLE, WAITS, WORKS, Check
 from octavo_kernels.cpu.collective import LINE, SharedCollective, region_bytes
 from octavo_kernels.cpu.message_ring import RING_BYTES, Ring, RingReader, RingWriter, ring_bytes
 from octavo_kernels.cpu.shared_words import load, publish
@@ -90,9 +90,13 @@ class MappedRankMemory:
 
     def from_stage(self, stage: int, check: Check) -> RingReader:
         """See ``RankMemory``."""
+        return RingReader(*self._channel(self.rank, stage), check)
+
+    def _channel(self, rank: int, stage: int) -> tuple[Ring, int]:
+        """Where a rank reads what a stage hands on, and as which of its readers."""
         width = self.size // self.num_stages
-        reader = self.stage if stage == self.num_stages - 1 else 0
-        return RingReader(self._channels[stage * width + self.rank % width], reader, check)
+        reader = rank // width if stage == self.num_stages - 1 else 0
+        return self._channels[stage * width + rank % width], reader
 
     def note(self, activity: int) -> None:
         """See ``RankMemory``."""
@@ -111,6 +115,9 @@ class MappedRankMemory:
         if self.num_stages > 1:
             activity = int(load(self._activities + rank * LINE))
             is_behind = is_behind or (activity == WORKS and min(of_stage) == max(of_stage))
+            if activity >= WAITS:  # for what may be there already
+                ring, reader = self._channel(rank, activity - WAITS)
+                is_behind = is_behind or ring.written > ring.read(reader)
         return (every[rank], of_stage[rank % width], read, activity), is_behind
 
     def abort(self) -> None:

@@ -23,7 +23,7 @@ from octavo.engine.expert_balance import BalancedRunner
 from octavo.engine.graph_dispatcher import GraphDispatcher
 from octavo.engine.scheduler import Scheduler
 from octavo.engine.step_runner import BlockMessages
-from octavo.errors import ConfigError
+from octavo.errors import ConfigError, RanksLost
 from octavo.layers.lora import AdapterRows
 from octavo.layers.stacked_lora import StackedRows
 from octavo.models.adapters import ModelAdapters, make_stacks
@@ -109,12 +109,14 @@ def make_engine(
     config = read_config(checkpoint.config)
     form = WeightFormat(torch.float32, CPU, packs, keeps_experts_whole=whole_experts, num_spare_experts=1)
 
+    def check() -> None:
+        if executor.failures:
+            raise RanksLost("another rank failed")
+
     def make(memory: RankMemory | None) -> Executor:
         collective = SINGLE_RANK if memory is None else memory.within
         link = (
-            None
-            if memory is None or num_stages == 1
-            else StageLink(memory, lambda: None, torch.float32, config.hidden_size)
+            None if memory is None or num_stages == 1 else StageLink(memory, check, torch.float32, config.hidden_size)
         )
         own_config = config if link is None else replace(config, stage=link.stage)
         rows = StackedRows(3, 8) if runs_ahead else AdapterRows()
@@ -305,6 +307,25 @@ def test_stages_give_the_tokens_of_one_device(
     compare(tmp_path, size, num_stages=num_stages)
     if row.startswith("llama") and size == 1:  # with drafts and recurrent states, one step is in flight
         assert max(pending) == num_stages - 1, "stages waited for each other"
+
+
+def test_a_stage_that_fails_ends_the_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also with a single request, after whose step no message comes that the failure would show at."""
+    begin = StageLink.begin
+
+    def failing(link: StageLink, *given: Any) -> Any:
+        if link.stage.is_last:
+            raise MemoryError
+        return begin(link, *given)
+
+    monkeypatch.setattr(StageLink, "begin", failing)
+    make_checkpoint(tmp_path, "llama/gqa")
+    made = make_engine(tmp_path, 1, num_stages=2)
+    made.engine.add(Request(0, [1, 2, 3], SamplingParams(), 5))
+    with pytest.raises(RanksLost, match="another rank failed"):
+        made.engine.step()
+    assert "MemoryError" in str(made.executor.failures.pop())
+    made.executor.close()
 
 
 @pytest.mark.nightly

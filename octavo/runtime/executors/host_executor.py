@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from octavo import ops
-from octavo.errors import CANCELLATIONS, CheckpointError, RunnerError, WorkerLost
+from octavo.errors import CANCELLATIONS, CheckpointError, RanksLost, RunnerError, WorkerLost
 from octavo.models.adapters import ModelAdapters
 from octavo.models.in_place import checksums
 from octavo.models.pooling import Pooling
@@ -148,12 +148,14 @@ class HostExecutor:
                 if self._link is None:
                     return Done(self._finish(message, self._begin(message)))
                 return self._begin_stage(message, self._link)
-        except WorkerLost:
+        except (WorkerLost, RanksLost):
             raise  # with all blocks: there is nothing to go on with
         except CANCELLATIONS:
             raise
         except BaseException as error:
             logger.exception("a forward pass of %d sequences failed", message.num_seqs)
+            if self._link is not None:  # other stages wait for its output
+                raise RanksLost(f"the forward pass failed: {type(error).__name__}: {error}") from error
             self._state.forget_results(batch_indices(message, self._num_groups))
             return FailedReply(RunnerError(f"the forward pass failed: {type(error).__name__}: {error}"))
 
@@ -192,10 +194,18 @@ class HostExecutor:
             self.finish_first()
 
     def finish_stage(self, message: Step, begun: BegunStep) -> StepResult:
-        """Finish the oldest step that was begun."""
+        """Finish the oldest step that was begun. Raises ``RanksLost`` if that fails: other stages go on from it."""
         assert self._link is not None
-        with torch.inference_mode():
-            return self._finish(message, begun._replace(x_TD=self._link.finish(begun.x_TD)))
+        try:
+            with torch.inference_mode():
+                return self._finish(message, begun._replace(x_TD=self._link.finish(begun.x_TD)))
+        except (WorkerLost, RanksLost):
+            raise
+        except CANCELLATIONS:
+            raise
+        except BaseException as error:
+            logger.exception("a step of %d sequences failed", message.num_seqs)
+            raise RanksLost(f"a step failed: {type(error).__name__}: {error}") from error
 
     def _finish(self, message: Step, begun: BegunStep) -> StepResult:
         computed = self._program.finish(begun)

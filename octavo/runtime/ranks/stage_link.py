@@ -48,7 +48,7 @@ class StageLink:
 
     def begin(self, forward: StageForward, token_ids_T: Tensor, positions_T: Tensor, rows: PagedRows) -> Tensor:
         """Compute this stage and hand its output on, which is also returned."""
-        given = [] if self._before is None else [self._next(self._before)]
+        given = [] if self._before is None else [self._next(self._before, self.stage.number - 1)]
         if self._last is not None:
             rows = replace(rows, logits_indices_R=None)
         x_TD = forward(token_ids_T, positions_T, rows, *given)
@@ -60,14 +60,14 @@ class StageLink:
         [R, D] with logits indices; valid until the next call."""
         if self._last is None:
             return x_TD
-        x = self._next(self._last)
+        x = self._next(self._last, self.stage.count - 1)
         if len(self._received) < len(x):
             self._received = torch.empty_like(x)
         return self._received[: len(x)].copy_(x)
 
-    def _next(self, reader: MessageReader) -> Tensor:
-        """The next output of another stage."""
-        self._memory.note(WAITS)
+    def _next(self, reader: MessageReader, stage: int) -> Tensor:
+        """The next output of this stage."""
+        self._memory.note(WAITS + stage)
         content = reader.next()
         self._memory.note(WORKS)
         return torch.frombuffer(bytearray(content), dtype=self._dtype).view(-1, self._width)
