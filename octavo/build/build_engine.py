@@ -401,7 +401,9 @@ def read_model(
     check_sizes(model, checkpoint)
     if checkpoint.is_dummy:
         free = memory.free_memory(device, config.cache.gpu_memory_utilization)
-        check_dummy(model, checkpoint, form, config.model.num_ranks, free)
+        check_dummy(
+            model, checkpoint, form, config.model.tensor_parallel_size, config.model.pipeline_parallel_size, free
+        )
     return config, model, form
 
 

@@ -44,7 +44,8 @@ def prepared_device(settings: ModelSettings) -> torch.device:
         os.environ.setdefault(HUGE_PAGES, "1")
         _share_cores(num_threads)
     else:
-        torch.set_num_threads(num_threads)  # ranks that load weights at once would wait for each other's threads
+        if settings.num_ranks > 1:  # ranks that load weights at once would wait for each other's threads
+            torch.set_num_threads(num_threads)
         release_unused(device)
         backend_of(device.type).start_loading()
     return device

@@ -64,6 +64,11 @@ class ModelConfig:
         return tuple(LayerCacheSpec(self.num_kv_heads, self.head_dim, window) for window in windows)
 
     @property
+    def num_chosen_experts(self) -> int:
+        """Most experts that a layer selects for each token."""
+        return 0
+
+    @property
     def has_stages(self) -> bool:
         """Whether layers need no more than positions and what the layer before gives, so that ranks may divide them."""
         return False

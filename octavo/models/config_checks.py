@@ -75,13 +75,16 @@ def eos_token_ids(config: ModelConfig, generation: Mapping[str, Any]) -> tuple[i
     return tuple(token for token in ids if token < config.vocab_size)
 
 
-def check_dummy(config: ModelConfig, checkpoint: Checkpoint, form: WeightFormat, ranks: int, free: int) -> None:
-    """Refuse random weights of which a rank's share takes more than ``free`` bytes. Raises ``CheckpointError``."""
+def check_dummy(
+    config: ModelConfig, checkpoint: Checkpoint, form: WeightFormat, ranks: int, stages: int, free: int
+) -> None:
+    """Refuse random weights of which the share of a rank of ``ranks``, of one of ``stages``, takes more than ``free``
+    bytes. Raises ``CheckpointError``."""
     small, larger = (
         outline(dataclasses.replace(config, num_layers=min(count, config.num_layers)), checkpoint, form).num_bytes
         for count in (1, 2)
     )
-    needed = (small + (larger - small) * (config.num_layers - 1)) // ranks
+    needed = (small + (larger - small) * (-(-config.num_layers // stages) - 1)) // ranks
     if needed > free:
         sizes = {
             "vocab_size": config.vocab_size,

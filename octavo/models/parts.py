@@ -232,6 +232,10 @@ class DecoderConfig(ModelConfig):
         return True
 
     @property
+    def num_chosen_experts(self) -> int:
+        return max((mixture.num_chosen for mixture in self.mixtures), default=0)
+
+    @property
     def mixtures(self) -> tuple[MoESettings, ...]:
         """Of the layers with experts, those that differ."""
         return tuple(dict.fromkeys(part.mlp.moe for part in self.layers if isinstance(part.mlp, ExpertsPart)))

@@ -188,6 +188,8 @@ def plan_memory(
         batch_sizes = max_num_seqs, max_num_batched_tokens, max_model_len
         activations += _copy_bytes(model, dtype, weights) + _scratch_bytes(model, dtype, num_ranks, *batch_sizes)
         activations += 0 if num_parts > 1 else model.expanded_bytes(max_model_len, dtype.itemsize, num_ranks)
+    else:  # in float32, what each of a token's experts gives; see sum_over_experts
+        activations += max_num_batched_tokens * model.num_chosen_experts * model.hidden_size * 4
     logits = LOGITS_COPIES * max(max_num_seqs, LOGPROB_ROWS) * model.vocab_size * 4
     specs = rank_cache((*with_routes(model.cache, model.routes), *draft_specs), num_ranks)
     dtypes = dtype, DTYPES[settings.cache.state_dtype], kv_dtype

@@ -237,6 +237,7 @@ def _check_settings(config: EngineConfig) -> None:
         "load_format": settings.load_format == "dummy" and "dummy",
         "merge_lora": settings.merge_lora and "true",
         "quantization": settings.quantization,
+        "pipeline_parallel_size": settings.pipeline_parallel_size > 1 and settings.pipeline_parallel_size,
         "quantize_lm_head": settings.quantize_lm_head and "true",
         "tensor_parallel_size": settings.tensor_parallel_size > 1 and settings.tensor_parallel_size,
     }

@@ -122,9 +122,9 @@ def test_a_dummy_may_take_what_is_free(whole: Path, monkeypatch: pytest.MonkeyPa
     checkpoint = open_checkpoint(whole, "dummy")
     config = read_config({**checkpoint.config, "num_hidden_layers": 5})
     needed = config_checks.outline(config, checkpoint, FORM).num_bytes
-    check_dummy(config, checkpoint, FORM, 1, needed)
+    check_dummy(config, checkpoint, FORM, 1, 1, needed)
     with pytest.raises(CheckpointError, match="num_hidden_layers 5"):
-        check_dummy(config, checkpoint, FORM, 1, needed - 1)
-    check_dummy(config, checkpoint, FORM, 2, needed // 2)
+        check_dummy(config, checkpoint, FORM, 1, 1, needed - 1)
+    check_dummy(config, checkpoint, FORM, 2, 1, needed // 2)
     with pytest.raises(CheckpointError, match="num_hidden_layers 5"):
-        check_dummy(config, checkpoint, FORM, 2, needed // 2 - 1)
+        check_dummy(config, checkpoint, FORM, 2, 1, needed // 2 - 1)
