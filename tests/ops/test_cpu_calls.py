@@ -53,6 +53,18 @@ def test_other_operations_are_noticed(operation: Callable[[Tensor], Tensor], nam
     assert any(name in foreign for foreign in made.foreign)
 
 
+@pytest.mark.parametrize("T", [1, 5])
+def test_norms_of_some_columns_are_recorded(T: int) -> None:
+    wide, weight, bias, residual = torch.randn(T, 200), torch.randn(64), torch.randn(64), torch.randn(T, 64)
+    part = wide[:, 48:112]
+    with torch.inference_mode(), recording(Arena()) as made:
+        found = ops.rms_norm(part, weight, 1e-5, residual), ops.layer_norm(part, weight, bias, 1e-5)
+    assert not made.foreign
+    alone = part.clone()
+    assert torch.equal(found[0], ops.rms_norm(alone, weight, 1e-5, residual))
+    assert torch.equal(found[1], ops.layer_norm(alone, weight, bias, 1e-5))
+
+
 def test_views_are_not_operations() -> None:
     x = torch.randn(4, 16)
     with torch.inference_mode(), recording(Arena()) as made:

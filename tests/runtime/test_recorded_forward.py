@@ -205,6 +205,9 @@ MIXTURES: dict[str, dict[str, Any]] = {
     "granitemoehybrid/experts": {"intermediate_size": 32, "shared_intermediate_size": 32},
     "gpt_oss/sinks": {"intermediate_size": 32},
     "nemotron_h/experts": WIDTHS | {"moe_shared_expert_intermediate_size": 32},
+    "minimax_m2/partly_rotated": {"intermediate_size": 32},
+    "flex_olmo/normed_experts": {"hidden_size": 64, "intermediate_size": 32},
+    "olmo2/one_kv_head": {"num_key_value_heads": 2, "hidden_size": 64, "intermediate_size": 64},
 }
 
 

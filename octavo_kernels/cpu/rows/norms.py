@@ -15,8 +15,9 @@ from octavo_kernels.cpu.tensors import address, declines_floats, whole_vectors
 from octavo_kernels.cpu.vector_ir import FLOAT32, LANES
 
 NUMBERS_A_PIECE = 8192
-ARGUMENTS = fields("task T piece x weight added out width num_columns eps:float")
-"""Rows have ``width`` numbers, a multiple of 16; those behind the columns are zeros. ``added``: the residual of each
+ARGUMENTS = fields("task T piece x stride weight added out width num_columns eps:float")
+"""Rows have ``width`` numbers, a multiple of 16; those behind the columns are zeros. Rows of x are ``stride`` bytes
+apart. ``added``: the residual of each
 row, or 0; the bias of all rows."""
 
 
@@ -38,7 +39,7 @@ def _rms_task(arguments: int, begin: int, end: int) -> None:
     a = read(arguments, ARGUMENTS)
     for t in range(begin, end):
         at = 4 * a.width * t
-        normalise_row(a.x + at, a.weight, a.out + at, a.width, a.num_columns, a.eps)
+        normalise_row(a.x + a.stride * t, a.weight, a.out + at, a.width, a.num_columns, a.eps)
         if a.added:
             residual, out = view(a.added + at, a.width, np.float32), view(a.out + at, a.width, np.float32)
             for i in range(a.width):
@@ -57,8 +58,8 @@ def _layer_task(arguments: int, begin: int, end: int) -> None:
         ones[0, i] = 1
     for t in range(begin, end):
         at = 4 * a.width * t
-        x, out = view(a.x + at, a.width, np.float32), view(a.out + at, a.width, np.float32)
-        dense_dot(FLOAT32, a.x + at, 0, LANES, ones.ctypes.data, a.width, total, 4, 1, 1)
+        x, out = view(a.x + a.stride * t, a.width, np.float32), view(a.out + at, a.width, np.float32)
+        dense_dot(FLOAT32, a.x + a.stride * t, 0, LANES, ones.ctypes.data, a.width, total, 4, 1, 1)
         mean = sums[0] / D
         for i in range(a.width):
             out[i] = x[i] - mean
@@ -72,11 +73,14 @@ def _layer_task(arguments: int, begin: int, end: int) -> None:
 
 
 def _normalise(task_at: int, x_TD: Tensor, weight_D: Tensor, added: Tensor | None, eps: float) -> Tensor:
-    x, weight = whole_vectors(x_TD.float()), whole_vectors(weight_D.float())
+    x, weight = x_TD.float(), whole_vectors(weight_D.float())
+    if x.dim() != 2 or x.stride(1) != 1 or x.shape[1] % LANES:  # else it may be some columns of wider rows
+        x = whole_vectors(x)
     added = None if added is None else whole_vectors(added.float())
     D, width = x_TD.shape[-1], x.shape[-1]
     out = torch.empty(x.shape)
-    addresses = x.data_ptr(), weight.data_ptr(), address(added), out.data_ptr()
+    stride = 4 * (x.stride(0) if x.dim() == 2 else width)
+    addresses = x.data_ptr(), stride, weight.data_ptr(), address(added), out.data_ptr()
     values = (task_at, x.numel() // width, max(1, NUMBERS_A_PIECE // width), *addresses, width, D, eps)
     call(task_driver(), ARGUMENTS, values)
     return (out if width == D else out[..., :D]).to(x_TD.dtype)
