@@ -84,6 +84,8 @@ def test_what_is_added_to_a_residual_stream(shape: tuple[int, int], dtype: torch
         found = ops.add_scaled(x.clone(), share, residual.clone())
         assert found.dtype == dtype
         assert_close(found, x.double() * factor + residual.double())
+    with pytest.raises(AssertionError, match="the residual is"):
+        ops.add_scaled(torch.ones(2, 16), torch.ones(2, 1), torch.ones(2, 16, dtype=torch.float64))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -111,6 +111,7 @@ def add_scaled_numba(x_TN: Tensor, factor: float | Tensor, residual_TN: Tensor) 
         return scaled_numba(x_TN, factor, residual_TN)
     assert factor.shape == (len(x_TN), 1), f"gates for {list(factor.shape)}, x is {list(x_TN.shape)}"
     assert residual_TN.shape == x_TN.shape, f"the residual is {list(residual_TN.shape)}, x {list(x_TN.shape)}"
+    assert residual_TN.dtype == torch.float32, f"the residual is {residual_TN.dtype}, x float32"
     return _gated(factor.contiguous(), 1, x_TN.contiguous(), residual_TN.contiguous())
 
 

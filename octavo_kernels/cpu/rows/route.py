@@ -12,13 +12,14 @@ import torch
 from torch import Tensor
 
 from octavo.ops.moe import SMALLEST_SUM, Routing, route
-from octavo_kernels.cpu.calls import call, task_driver
-from octavo_kernels.cpu.compiled import inlined, task
+from octavo_kernels.cpu.calls import call
+from octavo_kernels.cpu.compiled import driver, inlined, task
 from octavo_kernels.cpu.linear.linear import linear_numba
 from octavo_kernels.cpu.memory import fields, read, view
 from octavo_kernels.cpu.rows.columns import declines
 from octavo_kernels.cpu.rows.norms import rms_norm_numba
 from octavo_kernels.cpu.tensors import address
+from octavo_kernels.cpu.threads import run
 
 NUMBERS_A_PIECE = 1024
 ARGUMENTS = fields(
@@ -111,6 +112,18 @@ def _select_task(arguments: int, begin: int, end: int) -> None:
             shares[k] *= np.float32(a.scale)
 
 
+@driver
+def _driver(pool: int, arguments: int) -> int:
+    """All rows, divided among the threads, if the given ids are those of experts."""
+    a = read(arguments, ARGUMENTS)
+    given = view(a.given, a.T * a.S, np.int64)
+    for p in range(a.T * a.S if a.given else 0):
+        if given[p - p % a.S] >= 0 and not 0 <= given[p] < a.X:
+            return 1
+    run(pool, a.task, arguments, a.T, a.piece)
+    return 0
+
+
 @route.kernel(device="cpu", name="numba", preference=10, supports=declines)
 def route_numba(
     x_TD: Tensor, norm_D: Tensor | None, eps: float, weight_XD: Tensor, routing: Routing, given_TS: Tensor | None = None
@@ -123,7 +136,9 @@ def route_numba(
     added = [None if x is None else x.float().contiguous() for x in (routing.bias_X, routing.correction_X)]
     given = None if given_TS is None else given_TS.contiguous()
     assert given is None or given.shape == ids_TS.shape, f"experts are given for {list(given.shape)} of {T} rows"
+    assert given is None or given.dtype == torch.int64, f"given experts are {given.dtype}, not int64"
     places = (logits_TX.data_ptr(), *map(address, (*added, given)), ids_TS.data_ptr(), shares_TS.data_ptr())
     how = (*routing.groups, int(routing.scoring == "sigmoid"), int(routing.normalises), routing.scale)
-    call(task_driver(), ARGUMENTS, (_select_task(), T, max(1, NUMBERS_A_PIECE // X), *places, X, S, *how))
+    error = f"route: given experts must be from 0 to {X - 1}"
+    call(_driver(), ARGUMENTS, (_select_task(), T, max(1, NUMBERS_A_PIECE // X), *places, X, S, *how), error)
     return normed_TD, ids_TS, shares_TS
