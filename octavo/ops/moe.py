@@ -196,6 +196,10 @@ def moe(x_TD: Tensor, ids_TS: Tensor, shares_TS: Tensor, experts: Experts, resid
     return sum_over_experts(x_TD, ids_TS, shares_TS, experts, residual_TD)
 
 
+RESULT_ROWS = 1024
+"""Most rows of which a kernel of CPUs keeps the results of all chosen experts at once."""
+
+
 @op
 def sum_over_experts(
     x_TD: Tensor, ids_TS: Tensor, shares_TS: Tensor, experts: SeparateExperts, residual_TD: Tensor | None = None

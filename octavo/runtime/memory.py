@@ -24,6 +24,7 @@ from octavo.models.layer_cache import KVGroup, LayerCacheSpec, kv_groups, rank_c
 from octavo.ops.attention import MAX_SCRATCH
 from octavo.ops.device_backend import backend_of, is_gpu
 from octavo.ops.grouped_linear import LARGEST_COPY
+from octavo.ops.moe import RESULT_ROWS
 from octavo.plugins import CPU, GPU
 from octavo.quant.stored.stored_weight import DENSE_FORMATS
 from octavo.runtime.executors.step_program import LOGPROB_ROWS
@@ -189,7 +190,7 @@ def plan_memory(
         activations += _copy_bytes(model, dtype, weights) + _scratch_bytes(model, dtype, num_ranks, *batch_sizes)
         activations += 0 if num_parts > 1 else model.expanded_bytes(max_model_len, dtype.itemsize, num_ranks)
     else:  # in float32, what each of a token's experts gives; see sum_over_experts
-        activations += max_num_batched_tokens * model.num_chosen_experts * model.hidden_size * 4
+        activations += min(max_num_batched_tokens, RESULT_ROWS) * model.num_chosen_experts * model.hidden_size * 4
     logits = LOGITS_COPIES * max(max_num_seqs, LOGPROB_ROWS) * model.vocab_size * 4
     specs = rank_cache((*with_routes(model.cache, model.routes), *draft_specs), num_ranks)
     dtypes = dtype, DTYPES[settings.cache.state_dtype], kv_dtype

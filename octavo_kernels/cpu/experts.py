@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from octavo.ops.dispatch import is_wrapped
-from octavo.ops.moe import SeparateExperts, sum_over_experts
+from octavo.ops.moe import RESULT_ROWS, SeparateExperts, sum_over_experts
 from octavo_kernels.cpu.calls import Arena, Arguments, call, planning
 from octavo_kernels.cpu.compiled import driver, inlined, task
 from octavo_kernels.cpu.memory import call_driver, fields, keep, read, view, whole_lines
@@ -202,24 +202,41 @@ class _Room(Arena):
     def __init__(self) -> None:
         super().__init__()
         self.size = 0
-        self._buffers: list[tuple[Tensor, int]] = []
+        self._buffers: list[Tensor] = []
+        self._num_given = 0
+        self._places = np.zeros((3, 0), np.int64)
+        """The first address of each buffer, ascending, its end, and how far it is from the beginning."""
+
+    def rewind(self) -> None:
+        """Begin again: the next expert most likely asks for the same buffers."""
+        self._num_given = 0
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """See ``Arena``."""
-        made = super().empty(shape, dtype)
-        self._buffers.append((made, self.size))
-        self.size += -(-made.nbytes // LINE) * LINE
-        return made
+        for made in self._buffers[self._num_given : self._num_given + 1]:
+            if made.shape == tuple(shape) and made.dtype == dtype:
+                self._num_given += 1
+                return made
+        del self._buffers[self._num_given :]
+        self._buffers.append(super().empty(shape, dtype))
+        self._num_given += 1
+        self._places = self._placed()
+        return self._buffers[-1]
+
+    def _placed(self) -> npt.NDArray[np.int64]:
+        places, self.size = [], 0
+        for buffer in self._buffers:
+            places.append((buffer.data_ptr(), buffer.data_ptr() + buffer.nbytes, self.size))
+            self.size += -(-buffer.nbytes // LINE) * LINE
+        return np.array(sorted(places), np.int64).T
 
     def move(self, words: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """Write over addresses in this memory how far from its beginning they are; returns their places."""
-        is_moved = np.zeros(len(words), np.bool_)
-        for buffer, offset in self._buffers:
-            first = buffer.data_ptr()
-            is_here = ~is_moved & (words >= first) & (words < first + buffer.nbytes)
-            words[is_here] += offset - first
-            is_moved |= is_here
-        return is_moved.nonzero()[0]
+        firsts, ends, offsets = self._places
+        buffers = np.searchsorted(firsts, words, "right") - 1
+        moved = ((buffers >= 0) & (words < ends[buffers])).nonzero()[0]
+        words[moved] += (offsets - firsts)[buffers[moved]]
+        return moved
 
 
 class _Plan:
@@ -237,9 +254,10 @@ class _Plan:
         self._num_words = self._num_moves = 0
         self._tables: tuple[npt.NDArray[Any], ...] = ()
 
-    def add(self, experts: SeparateExperts, index: int) -> bool:
+    def add(self, experts: SeparateExperts, index: int, room: _Room) -> bool:
         """Plan the calls of an expert; whether that was possible."""
-        room, D = _Room(), self.num_inputs
+        room.rewind()
+        D = self.num_inputs
         with planning(room) as made:
             y_RD = experts.expert(index, torch.empty(ROWS, D))
         found = np.array([y_RD.data_ptr()])
@@ -289,8 +307,8 @@ _PLANS: weakref.WeakKeyDictionary[SeparateExperts, _Plan | None] = weakref.WeakK
 
 def _plan_of(experts: SeparateExperts, num_inputs: int) -> _Plan | None:
     if experts not in _PLANS:
-        plan = _Plan(num_inputs)
-        is_whole = all(plan.add(experts, i) for i in range(experts.num_experts))
+        plan, room = _Plan(num_inputs), _Room()
+        is_whole = all(plan.add(experts, i, room) for i in range(experts.num_experts))
         return _PLANS.setdefault(experts, plan.close() if is_whole else None)
     return _PLANS[experts]
 
@@ -304,12 +322,18 @@ def sum_over_experts_numba(
     plan = None if is_wrapped() else _plan_of(experts, D)
     if plan is None:
         return sum_over_experts.reference(x_TD, ids_TS, shares_TS, experts, residual_TD)
+    assert plan.num_inputs == D, f"the experts take {plan.num_inputs} columns, x has {D}"
+    assert ids_TS.shape == shares_TS.shape == (T, S), f"ids {list(ids_TS.shape)}, shares {list(shares_TS.shape)}"
+    assert ids_TS.dtype == torch.int64, f"ids are {ids_TS.dtype}, not int64"
     x, ids, shares = x_TD.contiguous(), ids_TS.contiguous(), shares_TS.float().contiguous()
     out_TD = torch.empty(T, D) if residual_TD is None else residual_TD
     assert out_TD.is_contiguous(), "the rows of the residual must follow one another"
     assert out_TD.shape == x.shape, f"the residual is {list(out_TD.shape)}, x {list(x.shape)}"
-    places = x.data_ptr(), ids.data_ptr(), shares.data_ptr(), address(residual_TD), out_TD.data_ptr()
+    assert out_TD.dtype == torch.float32, f"the residual is {out_TD.dtype}, x float32"
     tasks = _gather_task(), _keep_task(), _compute_task(), _add_task()
     error = f"sum_over_experts: ids of experts must be from 0 to {experts.num_experts - 1}, or -1"
-    call(_driver(), ARGUMENTS, (*places, T, D, S, *plan.values(), *tasks, *[0] * 8), error)
+    for first in range(0, T, RESULT_ROWS):
+        parts = [rows if rows is None else rows[first : first + RESULT_ROWS] for rows in (x, ids, shares, residual_TD)]
+        places = *map(address, parts), out_TD[first:].data_ptr(), min(T - first, RESULT_ROWS)
+        call(_driver(), ARGUMENTS, (*places, D, S, *plan.values(), *tasks, *[0] * 8), error)
     return out_TD

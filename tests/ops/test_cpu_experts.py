@@ -17,6 +17,8 @@ from octavo.ops.moe import sum_over_experts as reduce
 from octavo.quant.stored.blocks import BlockWeight
 from octavo.quant.stored.scaled import ScaledWeight
 from octavo.quant.stored.stored_weight import LinearWeight
+from octavo_kernels.cpu import experts as experts_module
+from octavo_kernels.cpu import threads
 from octavo_kernels.cpu.calls import Arena, recording
 from tests.ops.cpu_cases import needs_float_kernels, random_blocks, random_values
 
@@ -82,11 +84,41 @@ def test_the_same_bits_as_one_by_one(name: str) -> None:
     assert torch.equal(reduce(x, ids, shares, experts, residual), expected)
 
 
-def test_more_rows_than_are_computed_at_once() -> None:
+@pytest.mark.parametrize("num_threads", [1, 4])
+@pytest.mark.parametrize("T", [1, 9, 600])
+def test_experts_of_few_and_many_rows(T: int, num_threads: int) -> None:
+    """Each expert computed by one thread, as those of about as many rows are, and all of them by all threads."""
     experts = CASES["bfloat16"]()
-    given = chosen(600)
-    given[1][:] = torch.tensor([4, 0, 2])
+    x, even, shares = chosen(T)
+    even[:] = torch.arange(3 * T).view(T, 3) % 4
+    uneven = torch.full((T, 3), -1)
+    uneven[:, 1], uneven[0] = 2, torch.tensor([4, 2, 0])
+    try:
+        threads.set_num_threads(num_threads)
+        for ids in (even, uneven):
+            assert torch.equal(reduce(x, ids, shares, experts), reduce.reference(x, ids, shares, experts))
+    finally:
+        threads.set_num_threads(1)
+
+
+def test_more_rows_than_one_call_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(experts_module, "RESULT_ROWS", 4)
+    experts, residual = CASES["float32"](), torch.randn(11, D)
+    given = chosen(11)
     assert torch.equal(reduce(*given, experts), reduce.reference(*given, experts))
+    expected = reduce.reference(*given, experts, residual.clone())
+    assert torch.equal(reduce(*given, experts, residual), expected)
+
+
+def test_experts_of_several_kinds() -> None:
+    """Their calls take buffers of other sizes, in another order."""
+    kinds = [packed(eight_bits, eight_bits), packed(blocks("Q4_0"), blocks("Q5_K"), blocks("Q8_0"))]
+    experts = PackedMixture([kinds[i % 2].experts[i] for i in range(X)], "silu")
+    given = chosen(9)
+    with torch.inference_mode(), recording(Arena()) as calls:
+        found = reduce(*given, experts)
+    assert not calls.foreign
+    assert torch.equal(found, reduce.reference(*given, experts))
 
 
 @pytest.mark.parametrize("name", [name for name in CASES if name != "narrow"])
@@ -109,6 +141,24 @@ def test_ids_of_no_expert_are_errors(wrong: int) -> None:
     ids[2, 0] = wrong
     with pytest.raises(IndexError, match=f"from 0 to {X - 1}"):
         reduce(x, ids, shares, CASES["float32"]())
+
+
+WRONG: dict[str, Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, ...]]] = {
+    "int64": lambda x, ids, shares, residual: (x, ids.int(), shares, residual),
+    "shares": lambda x, ids, shares, residual: (x, ids, shares[:, :2], residual),
+    "columns": lambda x, ids, shares, residual: (x[:, :128], ids, shares, residual[:, :128].contiguous()),
+    "the residual is torch.float64": lambda x, ids, shares, residual: (x, ids, shares, residual.double()),
+}
+
+
+@pytest.mark.parametrize("message", WRONG)
+def test_arguments_of_another_form_are_errors(message: str) -> None:
+    experts = CASES["float32"]()
+    given = *chosen(4), torch.randn(4, D)
+    reduce(*given[:3], experts)
+    x, ids, shares, residual = WRONG[message](*given)
+    with pytest.raises(AssertionError, match=message):
+        reduce(x, ids, shares, experts, residual)
 
 
 ROUTINGS = {
@@ -134,6 +184,13 @@ def test_routes_are_those_of_the_reference(name: str) -> None:
         torch.testing.assert_close(found[2], expected[2], rtol=1e-5, atol=1e-7)
         one = ops.route(x[9:10], norm, 1e-6, weight, ROUTINGS[name], None if taken is None else taken[9:10])
         assert all(torch.equal(alone[0], batched[9]) for alone, batched in zip(one, found, strict=True))
+
+
+@pytest.mark.parametrize("wrong", [12, -1])
+def test_given_ids_of_no_expert_are_errors(wrong: int) -> None:
+    given = torch.tensor([[-1, 99, 99], [4, 0, wrong]])
+    with pytest.raises(IndexError, match="route: given experts must be from 0 to 11"):
+        ops.route(torch.randn(2, 64), None, 0.0, torch.randn(12, 64), ROUTINGS["softmax"], given)
 
 
 def test_of_equal_experts_and_groups_the_first_are_selected() -> None:

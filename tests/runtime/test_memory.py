@@ -128,6 +128,21 @@ def test_a_gpu_keeps_room_to_expand_the_keys_of_prompts_from_latents() -> None:
     assert activations(device="cpu") == activations(device="cpu", v_head_dim=64)
 
 
+@pytest.mark.parametrize(("num_tokens", "num_rows"), [(512, 512), (4096, 1024)])
+def test_a_cpu_keeps_room_for_what_experts_give(num_tokens: int, num_rows: int) -> None:
+    """In float32, for as many rows as are computed at once."""
+    experts = {"num_experts": 8, "moe_intermediate_size": 64, "mlp_only_layers": [0], "head_dim": 64}
+    settings = EngineConfig.from_flat({"max_num_batched_tokens": num_tokens})
+    found = []
+    for num_chosen in (1, 4):
+        model = read_config(
+            KEYS | experts | {"architectures": ["Qwen3MoeForCausalLM"], "num_experts_per_tok": num_chosen}
+        )
+        planned = plan_memory(settings, model, torch.float32, torch.float32, "cpu", {"float32": 500}, 16 * GIB)
+        found.append(planned[1].activations)
+    assert found[1] - found[0] == 3 * num_rows * 576 * 4
+
+
 def test_what_is_given_is_kept() -> None:
     limits, _ = settled(max_model_len=100, block_size=7, num_kv_blocks=20, max_num_seqs=3, max_num_batched_tokens=11)
     assert limits == Limits(100, 7, (KVGroup(tuple(range(30)), 0),), (20,), 3, 11)
