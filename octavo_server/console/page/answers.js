@@ -3,9 +3,12 @@ import { ask, events } from "./server.js";
 
 const LEAST_SECONDS = 0.05; // below which a rate tells nothing
 
-// Reads the answer to `body` into `message`, and calls `changed` after each piece. What came stays, whatever happens.
+// Reads the answer to `body` into `message`, which counts its changes, and calls `changed` after each piece. What came stays,
+// whatever happens.
 export async function readAnswer(message, body, signal, changed) {
   const times = { started: performance.now(), first: 0 };
+  const count = () => { message.changes = (message.changes ?? 0) + 1; };
+  count();
   delete message.problem;
   delete message.reason;
   let usage;
@@ -13,6 +16,7 @@ export async function readAnswer(message, body, signal, changed) {
     for await (const event of events(await ask("/v1/chat/completions", body, signal))) {
       usage = event.usage ?? usage;
       take(message, event, times);
+      count();
       changed();
     }
     if (!message.reason) message.problem = "The answer ended before it was complete. What came is kept.";
@@ -22,6 +26,7 @@ export async function readAnswer(message, body, signal, changed) {
   } finally {
     message.facts = factsOf(times, usage);
     if (message.calls) message.calls = message.calls.filter(Boolean);
+    count();
   }
 }
 

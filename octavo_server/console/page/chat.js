@@ -58,6 +58,8 @@ export function open(next) {
 }
 
 const sizeOf = (message) => JSON.stringify(message).length;
+// Above 0 if the first of two states of a message is the later: an answer counts its changes, other messages only grow.
+const howMuchLater = (one, other) => (one.changes ?? 0) - (other.changes ?? 0) || sizeOf(one) - sizeOf(other);
 const streamsOf = (id) => [...streams.values()].filter((stream) => stream.conversation.id === id);
 const ownStreams = () => streamsOf(conversation.id);
 export const isAnswering = (id) => streamsOf(id).length > 0;
@@ -173,7 +175,7 @@ const actions = {
   },
   edit(message, text) {
     const kept = { ...message, text: text.trim() };
-    for (const name of ["id", "parent", "facts", "problem", "reason", "logprobs", "group", "requestId"]) delete kept[name];
+    for (const name of ["id", "parent", "facts", "problem", "reason", "logprobs", "group", "requestId", "changes"]) delete kept[name];
     if (message.role !== "user") {
       add(conversation, message.parent, kept);
       redraw();
@@ -306,14 +308,14 @@ function showState() {
 }
 
 // Another tab has changed a conversation: it is shown as it is now, where it stands. Both tabs may be answering in it, and
-// each keeps all of it: of a message, which only grows, the larger one is the later.
-export function refresh(id, now, before) {
+// each keeps all of it. The other may have deleted it and taken that back: what is answered here has its place again.
+export function refresh(id, now, before = streamsOf(id)[0]?.conversation) {
   if (!now) return;
   const isLive = isAnswering(id);
   let hasMore = false;
   for (const own of Object.values(before?.messages ?? {})) {
     const other = now.messages[own.id];
-    const difference = other ? sizeOf(own) - sizeOf(other) : 0;
+    const difference = other ? howMuchLater(own, other) : 0;
     if (other ? difference >= 0 || streams.has(own.id) : isLive) now.messages[own.id] = own;
     hasMore ||= difference > 0;
   }

@@ -1,7 +1,8 @@
 // A conversation: a tree of messages, of which one path is shown and sent. Editing and regenerating make branches.
 //
 // A message is {id, parent, role, text}, and as it has them: images (data URLs), files ({name, text}), thoughts, calls,
-// logprobs, model, group (of answers side by side), facts, problem, reason. The parent of the first is "".
+// logprobs, model, group (of answers side by side), facts, problem, reason, changes (of an answer: how many it had).
+// The parent of the first is "".
 // Nothing here needs a browser.
 
 const FORMAT = "octavo conversations";

@@ -337,6 +337,40 @@ def test_two_tabs_that_answer_in_one_conversation_keep_both_answers(visit: Any) 
     opened.check()
 
 
+def test_the_other_tab_does_not_take_back_what_an_answer_went_on_with(visit: Any) -> None:
+    opened = visit(InProcessEngine(says("Unused")))
+    choices = [{"delta": {"content": "Once"}}, {"delta": {"content": "."}, "finish_reason": "stop"}]
+    bodies = [f"data: {json.dumps({'choices': [choice]})}\n\n" for choice in choices]
+    kind = {"content-type": "text/event-stream"}
+    opened.page.route("**/v1/chat/completions", lambda route: route.fulfill(body=bodies.pop(0), headers=kind))
+    opened.ask("First")
+    other = opened.context.new_page()
+    other.goto(opened.served.url)
+    other.click("#conversations .title")
+    other.wait_for_selector(".message.assistant:has-text('The answer ended before it was complete.')")
+    opened.page.click("text=Continue")  # which takes that away, so that the message is smaller
+    other.wait_for_selector(".message.assistant p:text('Once.')")
+    opened.check()
+
+
+def test_a_conversation_that_another_tab_deletes_and_keeps_again_goes_on(visit: Any) -> None:
+    engine = InProcessEngine(says("Answer."), runs=False)
+    opened = visit(engine)
+    opened.say("First")
+    opened.until(lambda: engine.num_live == 1)
+    other = opened.context.new_page()
+    other.goto(opened.served.url)
+    other.click("#conversations .title")
+    other.click("#conversations >> text=Delete")
+    opened.page.wait_for_selector("#history-empty:text('No chats yet.')")
+    other.click("text=Undo")
+    opened.page.wait_for_selector("#conversations .title")
+    while engine.num_live:
+        opened.served.call(engine.step)
+    opened.until(lambda: other.evaluate(KEEPS, ["First", "Answer."]))
+    opened.check()
+
+
 def test_conversations_leave_and_come_back_as_files(visit: Any, tmp_path: Path) -> None:
     opened = visit(InProcessEngine(says("**Four.**")))
     page = opened.page
