@@ -129,8 +129,8 @@ FEW_DIGITS = 15
 ASKS_NOTHING: tuple[Any, ...] = (None, False, "", [], {})
 
 SCHEMA_FIELDS = frozenset(
-    ("format", "grammar", "guided_json", "output_config", "output_format", "parameters", "response_format")
-) | {"structured_outputs", "text", "tools"}
+    ("format", "grammar", "guided_json", "json_schema", "output_config", "output_format", "parameters")
+) | {"response_format", "sampling_params", "structured_outputs", "text", "tools"}
 """Fields that may hold a JSON schema, whose numbers must not be rounded."""
 
 GATHERED = "sampling"

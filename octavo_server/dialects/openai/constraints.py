@@ -23,7 +23,7 @@ from octavo.errors import InvalidParameter
 from octavo.grammar import forms
 from octavo.grammar.forms import FormError, GrammarSource
 from octavo.text.message_format import MessageConstraints, Tool
-from octavo_server.http.body_decoder import exact_float
+from octavo_server.http.body_decoder import ASKS_NOTHING, exact_float
 from octavo_server.http.errors import UnsupportedParameter, printable
 
 MAX_TOOLS = 256
@@ -320,7 +320,7 @@ def _given(body: ConstraintFields) -> Iterator[Constraint]:
         if value is not None and value is not False:
             yield Constraint(f"guided_{name}", _made(f"guided_{name}", KINDS[name], value))
     for name, kind in OTHER_NAMES.items():
-        if (value := getattr(body, name)) is not None:
+        if (value := getattr(body, name)) not in ASKS_NOTHING:
             yield Constraint(name, _made(name, KINDS[kind], value))
 
 

@@ -114,8 +114,28 @@ def test_every_way_to_ask_binds_the_answer(writer: Served, fields: dict[str, Any
 
 def test_text_asks_for_nothing(serve_app: Any) -> None:
     served = serve_app()
-    assert served.chat(response_format={"type": "text"}).status_code == 200
-    assert served.engine.requests[-1].params.grammar is None
+    neutral: dict[str, Any] = {"grammar": "", "regex": "", "ebnf": "", "json_schema": ""}
+    asked: list[dict[str, Any]] = [{"response_format": {"type": "text"}}, neutral, {"json_schema": {}}]
+    for fields in asked:
+        for answer in (served.chat(**fields), served.complete(**fields)):
+            assert answer.status_code == 200
+            assert served.engine.requests[-1].params.grammar is None
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", '"prompt": "Hi", "json_schema": %s'),
+        ("/generate", '"text": "Hi", "sampling_params": {"json_schema": %s}'),
+    ],
+)
+def test_numbers_of_a_schema_are_not_rounded(serve_app: Any, path: str, body: str) -> None:
+    served = serve_app()
+    for number, is_exact in (("0.5", True), ("0.123456789012345678", False)):
+        text = "{" + body % f'{{"const": {number}}}' + "}"
+        answer = served.client.post(path, content=text, headers={"content-type": "application/json"})
+        assert answer.is_success == is_exact
+        assert is_exact or "more digits" in answer.text
 
 
 def test_a_structural_tag_binds_what_follows_its_triggers(writer: Served) -> None:
