@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Generic, Protocol
 
+import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -23,7 +24,7 @@ from octavo_server.generation import IDEMPOTENCY_KEY, EventWriter, GeneratedChoi
 from octavo_server.http.body_decoder import BodyDecoder
 from octavo_server.http.endpoint import Endpoint
 from octavo_server.http.errors import ERROR, ErrorForm
-from octavo_server.http.sse import EventStream, finished_choices, json_response
+from octavo_server.http.sse import EventStream, encode, finished_choices, json_response
 from octavo_server.services import Body, ModelServices, server_of
 
 WEIGHT_VERSION = "x-octavo-weight-version"
@@ -130,8 +131,9 @@ class Dialect(Generic[Body]):
         if services.takes_weights:
             headers[WEIGHT_VERSION] = choices[-1].weight_versions[-1][0]
         if asked.is_large:
-            return await asyncio.to_thread(lambda: json_response(answer.unstreamed(choices), headers))
-        shown = answer.unstreamed(choices)
+            shown: object = await asyncio.to_thread(lambda: msgspec.Raw(encode(answer.unstreamed(choices))))
+        else:
+            shown = answer.unstreamed(choices)
         if asked.keep is not None:
             await asked.keep()
         return json_response(shown, headers)

@@ -159,6 +159,7 @@ def submission(
         answer=lambda generation: answer(ChatReply(services, chat, generation)),
         is_streamed=chat.stream,
         stream=stream,
+        is_large=chat.logprobs,
         in_words=names.in_errors,
         keep=keep,
     )

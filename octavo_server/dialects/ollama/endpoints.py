@@ -12,7 +12,7 @@ from starlette.responses import Response
 from octavo.text.message_parser import Piece, Text
 from octavo.types import TokenLogprobs
 from octavo_server.admission import ClientRequest
-from octavo_server.dialects.chat_reply import ChatReply, submission
+from octavo_server.dialects.chat_reply import ChatReply, FieldNames, submission
 from octavo_server.dialects.ollama.answer import ERRORS, LineStream, OllamaAnswer, as_message, as_response, now
 from octavo_server.dialects.ollama.body import (
     CommonBody,
@@ -66,6 +66,8 @@ async def _translate_generate(
             answer=lambda generation: answer(*_plain_pieces(generation.choices[0], body.return_token_ids)),
             is_streamed=body.stream,
             stream=LineStream,
+            is_large=body.logprobs,
+            in_words=FieldNames({"logprobs": "top_logprobs"}).in_errors,
         )
     chat = generate_chat_body(body, services)
     return submission(services, chat, request, lambda reply: answer(reply.pieces, reply.logprobs), LineStream)

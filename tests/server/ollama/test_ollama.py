@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from threading import get_ident
 from typing import Any
 
 import ollama
 import pytest
 
+from octavo_server.dialects.openai.rendering import TokenNames
 from tests.server.anthropic.test_messages import CALLS, HERMES, tokens_of
 from tests.server.conftest import Served
 from tests.server.in_process import ANSWER, InProcessEngine, byte_tokenizer
@@ -198,6 +200,7 @@ def test_an_unknown_model_is_an_error(server: Served) -> None:
         ("chat", {"messages": MESSAGES, "format": "xml"}, "format"),
         ("chat", {"messages": MESSAGES, "think": True}, "thinking"),
         ("chat", {"messages": MESSAGES, "logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+        ("generate", {"prompt": "Hi", "raw": True, "logprobs": True, "top_logprobs": 21}, "'top_logprobs'"),
         ("generate", {"prompt": "Hi", "suffix": "x"}, "suffix"),
         ("generate", {"prompt": "Hi", "images": ["AAAA"]}, "images"),
         ("generate", {"prompt": 3}, "prompt"),
@@ -226,6 +229,26 @@ def test_log_probabilities_of_each_token(server: Served, raw: bool) -> None:
     plain = post(server, "chat", messages=MESSAGES, top_logprobs=2, stream=False)
     assert plain.headers["x-octavo-unknown-fields"] == "top_logprobs"
     assert "logprobs" not in plain.json()
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [("chat", {"messages": MESSAGES}), ("generate", {"prompt": "Hi"}), ("generate", {"prompt": "Hi", "raw": True})],
+)
+def test_log_probabilities_are_rendered_beside_the_loop(
+    server: Served, monkeypatch: pytest.MonkeyPatch, path: str, body: dict[str, Any]
+) -> None:
+    threads = set[int]()
+    plain = TokenNames.name
+
+    def name(names: TokenNames, token: int) -> str:
+        threads.add(get_ident())
+        return plain(names, token)
+
+    monkeypatch.setattr(TokenNames, "name", name)
+    assert post(server, path, logprobs=True, stream=False, **body).json()["logprobs"]
+    assert len(threads) == 1
+    assert server.call(get_ident) not in threads
 
 
 def test_a_share_of_nothing_is_the_most_likely_token(server: Served) -> None:
