@@ -45,7 +45,6 @@ class PlainBody(SglangFields, kw_only=True):
     inputs: str | None = None
     parameters: Parameters = msgspec.field(default_factory=Parameters)
     temperature: float = 0.0
-    timeout: float | None = None
     return_token_ids: bool = False
 
 
@@ -80,7 +79,7 @@ async def _of_any_form(body: PlainBody, services: ModelServices, request: Reques
     if body.prompt is not None:
         return _at_most(body, body.prompt, services, request)
     if body.inputs is not None:
-        asked = TGIBody(inputs=body.inputs, parameters=body.parameters, stream=body.stream)
+        asked = TGIBody(inputs=body.inputs, parameters=body.parameters, stream=body.stream, timeout=body.timeout)
         return continuation(asked, services, request, is_list=False)
     if body.text is not None or body.input_ids is not None:
         return submission(body, services, request)
@@ -88,8 +87,13 @@ async def _of_any_form(body: PlainBody, services: ModelServices, request: Reques
 
 
 def _of_other_forms(body: PlainBody, services: ModelServices) -> list[str]:
-    """Fields that a body with a prompt does not need."""
-    return [] if body.prompt is None else [name for name in _OTHERS if getattr(body, name) != getattr(_NOTHING, name)]
+    """Fields that are of another form than the body's."""
+    if body.prompt is not None:
+        own = _OF_PROMPT
+    else:
+        own = SglangFields.__struct_fields__ if body.inputs is None else TGIBody.__struct_fields__
+    others = [name for name in PlainBody.__struct_fields__ if name not in own]
+    return [name for name in others if getattr(body, name) != getattr(_NOTHING, name)]
 
 
 def _at_most(body: PlainBody, prompt: str, services: ModelServices, request: Request) -> Submission:
@@ -150,7 +154,7 @@ _STATUSES: dict[Any, int] = {BadValue: 400, ContextLengthExceeded: 400, InvalidP
 
 GENERATE = Dialect(BodyDecoder(GenerateBody), _exactly, statuses=_STATUSES)
 _NOTHING = PlainBody()
-_OTHERS = (*SglangFields.__struct_fields__, "inputs", "parameters")
+_OF_PROMPT: tuple[str, ...] = ("prompt", "max_tokens", "temperature", "timeout", "return_token_ids")
 _PLAIN_STATUSES = {**_STATUSES, QueueFull: 503}
 PLAIN = Dialect(BodyDecoder(PlainBody, REFUSED), _of_any_form, _of_other_forms, statuses=_PLAIN_STATUSES)
 ENDPOINTS = [

@@ -17,13 +17,14 @@ from starlette.responses import Response
 from octavo.errors import InvalidParameter
 from octavo.types import TokenLogprobs
 from octavo_server.dialects.chat_reply import FieldNames
+from octavo_server.dialects.native.token_ids import MAX_REQUEST_ID
 from octavo_server.dialects.openai.completions import client_request
 from octavo_server.dialects.openai.completions import decoder as completion_decoder
 from octavo_server.dialects.openai.rendering import TokenNames, finite
 from octavo_server.generation import GeneratedChoice, Generation
 from octavo_server.http.endpoint import Endpoint
 from octavo_server.http.errors import UnsupportedParameter
-from octavo_server.http.sse import encode_line, json_response
+from octavo_server.http.sse import encode, encode_line, json_response
 from octavo_server.pipeline import Answer, Submission
 from octavo_server.services import ModelServices, asked_services_of
 from octavo_server.tenants.api_keys import caller_of
@@ -60,8 +61,8 @@ REFUSED: dict[str, tuple[Any, ...]] = {
 }
 """Fields that would change the answer, with values that would not."""
 WITHOUT_EFFECT = frozenset({"spaces_between_special_tokens", "stream_interval"})
-_IN_SGLANG = FieldNames(
-    {own: f"sampling_params.{name}" for name, own in NAMES.items()} | {"logprobs": "top_logprobs_num"}
+_OWN_NAMES = {own: f"sampling_params.{name}" for name, own in NAMES.items()} | dict.fromkeys(
+    ("logprobs", "prompt_logprobs"), "top_logprobs_num"
 )
 
 
@@ -77,14 +78,18 @@ class SglangFields(msgspec.Struct, kw_only=True):
     top_logprobs_num: int = 0
     return_text_in_logprobs: bool = False
     stream: bool = False
+    timeout: float | None = None
 
 
 def submission(body: SglangFields, services: ModelServices, request: Request) -> Submission:
     """Tokens for a prompt, or for each of a list. Raises ``RequestError``."""
     if body.text is not None and body.input_ids is not None:
         raise InvalidParameter("input_ids", "'text' and 'input_ids' cannot be given together.")
-    fields: dict[str, Any] = {"prompt": body.input_ids if body.text is None else body.text}
-    given = {name: value for name, value in body.sampling_params.items() if value is not None}
+    if len(body.rid or "") > MAX_REQUEST_ID:
+        raise InvalidParameter("rid", f"'rid' must have at most {MAX_REQUEST_ID} characters.")
+    # Without the prompt, which was decoded already, and may be megabytes.
+    fields: dict[str, Any] = {"prompt": [], "timeout": body.timeout}
+    given = {name: value for name, value in body.sampling_params.items() if value not in (None, "", {})}
     for name, value in (DEFAULTS | given).items():
         if name in NAMES or name in SAME:
             fields[NAMES.get(name) or name] = value
@@ -94,10 +99,13 @@ def submission(body: SglangFields, services: ModelServices, request: Request) ->
         fields["logprobs"] = body.top_logprobs_num
         if body.logprob_start_len >= 0:
             fields["prompt_logprobs"] = body.top_logprobs_num
-    with _IN_SGLANG.in_errors():
-        completion, _ = completion_decoder.read(msgspec.json.encode(fields), services.engine.info.max_model_len)
-        submitted = client_request(completion, services, request)
-    is_batch = len(submitted.prompts) > 1 or submitted.params.n > 1 or isinstance(body.text, list)
+    names = FieldNames({**_OWN_NAMES, "prompt": "input_ids" if body.text is None else "text"})
+    with names.in_errors():
+        completion, _ = completion_decoder.read(encode(fields), services.engine.info.max_model_len)
+        prompt: Any = body.input_ids if body.text is None else body.text
+        submitted = client_request(msgspec.structs.replace(completion, prompt=prompt), services, request)
+    is_batch = isinstance(body.text, list) or bool(body.input_ids and isinstance(body.input_ids[0], list))
+    is_batch |= submitted.params.n > 1
 
     def answer(generation: Generation) -> SglangAnswer:
         generation.keeps_aborted = True
@@ -111,7 +119,7 @@ def submission(body: SglangFields, services: ModelServices, request: Request) ->
         request=submitted,
         answer=answer,
         is_streamed=body.stream,
-        in_words=_IN_SGLANG.in_errors,
+        in_words=names.in_errors,
         is_large=body.return_logprob,
     )
 
@@ -125,7 +133,8 @@ class SglangAnswer(Answer):
         self._is_batch = is_batch
         self._names = TokenNames(services.tokenizer, as_ids=False)
         self._texts: dict[int, str] = {}
-        self._entries: dict[int, list[TokenLogprobs]] = {}
+        self._lists: dict[tuple[int, str], bytearray] = {}
+        """The entries of the lists of log-probabilities as JSON, by choice and name: each event has them all."""
 
     def unstreamed(self, choices: list[GeneratedChoice]) -> object:
         """An object, or a list of them for several prompts or choices."""
@@ -138,6 +147,7 @@ class SglangAnswer(Answer):
 
     def _so_far(self, choice: GeneratedChoice) -> dict[str, Any]:
         update, index = choice.take(), choice.index
+        is_first = index not in self._texts
         self._texts[index] = self._texts.get(index, "") + update.text
         name = f"{self._name}-{index}" if self._is_batch else self._name
         meta: dict[str, Any] = {
@@ -149,26 +159,33 @@ class SglangAnswer(Answer):
             "weight_version": choice.weight_versions[-1][0],
         }
         if self._body.return_logprob:
-            entries = self._entries.setdefault(index, [])
-            entries += update.logprobs
-            meta |= self._logprobs("output", [entry.token_id for entry in entries], entries)
+            meta |= self._logprobs(index, "output", [entry.token_id for entry in update.logprobs], update.logprobs)
             start = self._body.logprob_start_len
-            of_prompt = choice.prompt_logprobs[start:] if start >= 0 else []
-            meta |= self._logprobs("input", choice.prompt.tokens[start:] if of_prompt else [], of_prompt)
+            of_prompt = choice.prompt_logprobs[start:] if is_first and start >= 0 else []
+            meta |= self._logprobs(index, "input", choice.prompt.tokens[start:] if of_prompt else [], of_prompt)
         return {"text": self._texts[index], "output_ids": choice.output_tokens, "meta_info": meta}
 
-    def _logprobs(self, kind: str, tokens: Sequence[int], entries: Sequence[TokenLogprobs | None]) -> dict[str, Any]:
-        """Of each token; and of the most likely ones in its place, if they are asked for."""
+    def _logprobs(
+        self, index: int, kind: str, tokens: Sequence[int], entries: Sequence[TokenLogprobs | None]
+    ) -> dict[str, Any]:
+        """Of each token so far, of which these are new; and of the most likely ones in its place, if asked for."""
         own = [
             self._triple(token, None if entry is None else entry.logprob)
             for token, entry in zip(tokens, entries, strict=True)
         ]
-        found: dict[str, Any] = {f"{kind}_token_logprobs": own}
+        added: dict[str, list[Any]] = {f"{kind}_token_logprobs": own}
         if self._body.top_logprobs_num:
-            found[f"{kind}_top_logprobs"] = [
+            added[f"{kind}_top_logprobs"] = [
                 None if entry is None else [*map(self._triple, entry.top_ids, entry.top_logprobs)] for entry in entries
             ]
-        return found
+        return {name: self._extended(index, name, values) for name, values in added.items()}
+
+    def _extended(self, index: int, name: str, values: list[Any]) -> msgspec.Raw:
+        """A list with ``values`` at its end, as JSON."""
+        text = self._lists.setdefault((index, name), bytearray())
+        if values:
+            text += (b"," if text else b"") + encode(values)[1:-1]
+        return msgspec.Raw(b"[" + text + b"]")
 
     def _triple(self, token: int, logprob: float | None) -> list[Any]:
         text = self._names.name(token) if self._body.return_text_in_logprobs else None

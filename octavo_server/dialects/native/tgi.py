@@ -71,6 +71,7 @@ class TGIBody(msgspec.Struct, kw_only=True):
     inputs: str
     parameters: Parameters = msgspec.field(default_factory=Parameters)
     stream: bool = False
+    timeout: float | None = None
 
 
 async def _translate(body: TGIBody, services: ModelServices, request: Request) -> Submission:
@@ -136,6 +137,7 @@ def _completion(body: TGIBody, services: ModelServices) -> CompletionBody:
     return CompletionBody(
         model=given.adapter_id or "",
         prompt=body.inputs,
+        timeout=body.timeout,
         max_tokens=DEFAULT_NEW_TOKENS if given.max_new_tokens is None else given.max_new_tokens,
         sampling=sampling(
             temperature=given.temperature if is_random else 0.0,

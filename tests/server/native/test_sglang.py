@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from octavo_server.dialects.openai.rendering import TokenNames
 from tests.server.conftest import Served
 from tests.server.in_process import ANSWER, IM_END, InProcessEngine, byte_tokenizer
 
@@ -62,6 +63,13 @@ def test_parameters_have_the_names_and_defaults_of_sglang(server: Served) -> Non
         ({"sampling_params": {"max_new_tokens": -5}}, "sampling_params.max_new_tokens"),
         ({"sampling_params": {"stop_regex": "x"}}, "sampling_params.stop_regex"),
         ({"image_data": "x"}, "image_data"),
+        ({"rid": "x" * 257}, "rid"),
+        ({"text": ""}, "text"),
+        ({"input_ids": []}, "input_ids"),
+        ({"input_ids": [[72], []]}, "input_ids"),
+        ({"timeout": -1.0}, "timeout"),
+        ({"return_logprob": True, "top_logprobs_num": 99}, "top_logprobs_num"),
+        ({"inputs": "Hi", "timeout": -1.0}, "timeout"),
     ],
 )
 def test_what_is_wrong_is_named_as_the_client_names_it(server: Served, body: dict[str, Any], field: str) -> None:
@@ -73,6 +81,11 @@ def test_what_is_wrong_is_named_as_the_client_names_it(server: Served, body: dic
 def test_several_prompts_and_choices_are_a_list(server: Served) -> None:
     assert [each["text"] for each in generate(server, text=["a", "b"]).json()] == [ANSWER[:4]] * 2
     assert len(generate(server, sampling_params={"n": 2}).json()) == 2
+    for batch_of_one in ({"text": ["a"]}, {"input_ids": [[72, 105]]}):
+        (only,) = generate(server, **batch_of_one).json()
+        assert only["text"] == ANSWER[:4]
+    for alone in ({"text": "a"}, {"input_ids": [72, 105]}):
+        assert generate(server, **alone).json()["text"] == ANSWER[:4]
 
 
 def test_an_end_of_text_is_what_matched(serve_app: Any) -> None:
@@ -91,6 +104,47 @@ def test_each_event_has_the_text_so_far(server: Served) -> None:
     assert [event["meta_info"]["finish_reason"] for event in events[:-1]] == [None] * (len(events) - 1)
 
 
+def test_each_event_has_the_log_probabilities_so_far(server: Served) -> None:
+    asked: dict[str, Any] = {"input_ids": [72, 105, 33], "return_logprob": True, "top_logprobs_num": 2}
+    asked |= {"logprob_start_len": 1, "return_text_in_logprobs": True}
+    whole = generate(server, **asked).json()["meta_info"]
+    frames = generate(server, stream=True, **asked).text.split("\n\n")[:-2]
+    events = [json.loads(frame.removeprefix("data: "))["meta_info"] for frame in frames]
+    assert len(events) > 1
+    for event in events:
+        for name in ("input_token_logprobs", "input_top_logprobs"):
+            assert event[name] == whole[name]
+            assert len(event[name]) == 2
+        for name in ("output_token_logprobs", "output_top_logprobs"):
+            assert event[name] == whole[name][: event["completion_tokens"]]
+
+
+def test_tokens_and_log_probabilities_are_rendered_once(server: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    named = list[int]()
+    plain = TokenNames.name
+
+    def name(names: TokenNames, token: int) -> str:
+        named.append(token)
+        return plain(names, token)
+
+    monkeypatch.setattr(TokenNames, "name", name)
+    asked: dict[str, Any] = {"return_logprob": True, "logprob_start_len": 0, "return_text_in_logprobs": True}
+    assert generate(server, input_ids=[72, 105, 33], stream=True, **asked).status_code == 200
+    assert named == [*ANSWER[:1].encode(), 72, 105, 33, *ANSWER[1:4].encode()]
+
+
+def test_neutral_values_ask_for_nothing(server: Served) -> None:
+    neutral: dict[str, Any] = {"json_schema": {}, "regex": "", "ebnf": "", "stop": None}
+    assert generate(server, sampling_params=neutral).status_code == 200
+    assert server.engine.requests[-1].params.grammar is None
+
+
+def test_a_timeout_counts_in_each_form(serve_app: Any) -> None:
+    served = serve_app(InProcessEngine(runs=False))
+    for form in ({"text": "Hi"}, {"inputs": "Hi"}):
+        assert generate(served, timeout=0.001, **form).status_code == 504
+
+
 def test_the_model_is_described(server: Served) -> None:
     info = server.client.get("/get_model_info").json()
     assert (info["model_path"], info["is_generation"]) == ("test", True)
@@ -104,3 +158,7 @@ def test_the_form_of_tgi_is_answered_with_an_object(server: Served) -> None:
 def test_fields_of_another_form_are_named(server: Served) -> None:
     answer = server.client.post("/generate", json={"prompt": "Hi", "max_tokens": 2, "stream": True, "rid": "x"})
     assert answer.headers["x-octavo-unknown-fields"] == "rid, stream"
+    answer = generate(server, inputs="Hi", rid="x", max_tokens=3)
+    assert answer.headers["x-octavo-unknown-fields"] == "rid, max_tokens"
+    answer = generate(server, text="Hi", temperature=0.5, stream=False)
+    assert answer.headers["x-octavo-unknown-fields"] == "temperature"
