@@ -76,12 +76,14 @@ MOST = {
     "num_experts": 1 << 14,
     "num_hidden_layers": 1 << 14,
     "num_key_value_heads": 1 << 14,
+    "num_layers": 1 << 14,
     "num_local_experts": 1 << 14,
     "qk_nope_head_dim": 1 << 14,
     "qk_rope_head_dim": 1 << 14,
     "sliding_window_pattern": 1 << 14,
     "v_head_dim": 1 << 14,
     "vocab_size": 1 << 24,
+    "zero_expert_num": 1 << 14,
 }
 """Upper bounds far above any real model: lists and tables of these sizes are built before any tensor is checked."""
 

@@ -75,15 +75,11 @@ class JambaForCausalLM(Decoder):
             norms=("dt_layernorm", "b_layernorm", "c_layernorm"),
             norm_eps=config.norm_eps,
         )
-        moe = read_experts(
-            keys,
-            config,
-            count_keys=("num_experts", "num_local_experts"),
-            num_chosen=2,
-            normalises=False,
-            is_sparse=_every(keys, "expert_layer", 2, 1, config.num_layers),
-        )
-        if moe.num_experts > 1:
+        counts = ("num_experts", "num_local_experts")
+        is_sparse = _every(keys, "expert_layer", 2, 1, config.num_layers)
+        keys.pass_over("num_experts_per_tok")  # means nothing without experts
+        if keys.size(counts[0], keys.get(counts[1])) > 1:
+            moe = read_experts(keys, config, count_keys=counts, num_chosen=2, normalises=False, is_sparse=is_sparse)
             routing = Routing(moe.num_chosen, moe.normalises)
             config = config.with_experts(ExpertsPart(moe=moe, routing=routing, **EXPERTS))
         config = config.with_caches([None if attends_here else mamba.cache for attends_here in attends])

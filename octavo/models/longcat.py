@@ -108,10 +108,9 @@ class LongcatLayer(DeepseekLayer):
 
 def _load_experts(config: LongcatConfig, weights: WeightLoader, name: str) -> ZeroExperts:
     D, X, Z, F = config.hidden_size, config.moe.num_experts, config.num_zero, config.moe.expert_size
-    for index in range(X, X + Z):  # transformers writes halves of them
-        weights.tensors.leave_out(f"{name}.experts.{index}.")
     routing = config.routing._replace(correction_X=weights.exact(f"{name}.router.e_score_correction_bias", X + Z))
     router = ExpertRouter(None, weights.router(f"{name}.router.classifier", X + Z, D), routing)
+    weights.tensors.leave_out(*(f"{name}.experts.{i}." for i in range(X, X + Z)))  # transformers writes halves of them
     experts = weights.experts(f"{name}.experts", ExpertShape(X, D, F, config.moe.activation, num_zero=Z))
     return ZeroExperts(router, experts, X, weights.collective)
 

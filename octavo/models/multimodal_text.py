@@ -17,6 +17,7 @@ from octavo.quant.tensors import Renamed, TensorSource
 
 GEMMA3 = {"vocab_size": 262_208, "num_attention_heads": 8, "num_key_value_heads": 4, "max_position_embeddings": 131_072}
 GEMMA = {"num_attention_heads": 8, "num_key_value_heads": 1, "max_position_embeddings": 8192}
+GEMMA2 = {**GEMMA, "num_key_value_heads": 4}
 GLM = {"rms_norm_eps": 1e-5, "partial_rotary_factor": 1.0}
 LLAMA = {
     "vocab_size": 32_000,
@@ -55,7 +56,7 @@ TEXT_MODELS: dict[str, tuple[str, Mapping[str, Any]]] = {
     "deepseek_v3": ("DeepseekV3ForCausalLM", {}),
     "exaone4": ("Exaone4ForCausalLM", {}),
     "gemma": ("GemmaForCausalLM", GEMMA),
-    "gemma2": ("Gemma2ForCausalLM", {"max_position_embeddings": 8192}),
+    "gemma2": ("Gemma2ForCausalLM", GEMMA2),
     "gemma3_text": ("Gemma3ForCausalLM", GEMMA3),
     "gemma3n_text": ("Gemma3nForCausalLM", {}),
     "glm4v_text": ("Glm4ForCausalLM", GLM),
@@ -92,6 +93,10 @@ TEXT_MODELS: dict[str, tuple[str, Mapping[str, Any]]] = {
     "qwen3_vl_text": ("Qwen3ForCausalLM", {"rms_norm_eps": 1e-6}),
 }
 """``model_type`` of a text part to its architecture, and defaults that published configurations omit."""
+NEEDLESS: dict[str, Mapping[str, Any]] = {
+    "qwen3_omni_moe_text": {"use_qk_norm": True, "shared_expert_intermediate_size": 0},
+}
+"""By ``model_type`` of a text part, values of keys that say what its architecture does anyway."""
 TEXT_PARTS: dict[str, str] = {
     "DeepseekOCR2ForCausalLM": "deepseek",
     "DeepseekOCRForCausalLM": "deepseek",
@@ -203,6 +208,9 @@ def text_config(values: Mapping[str, Any]) -> Mapping[str, Any]:
         given["tie_word_embeddings"] = outer["tie_word_embeddings"]
     if kind in ("gemma", "gemma2"):  # PaliGemma's: which prompts do, that have an image, the tower says
         given.pop("use_bidirectional_attention", None)
+    for key, value in NEEDLESS.get(kind, {}).items():
+        if given.get(key) == value:
+            del given[key]
     for key in ("rope_scaling", "rope_parameters"):
         if isinstance(given.get(key), Mapping):
             given[key] = _plain_rope(given[key])
@@ -222,7 +230,10 @@ def _glm_heads(kind: str, given: Mapping[str, Any]) -> dict[str, Any]:
 
 def _plain_rope(given: Mapping[str, Any]) -> dict[str, Any]:
     """Rotary keys without those that divide a head among the three dimensions of a position."""
-    plain = {key: value for key, value in given.items() if key not in ("mrope_section", "mrope_interleaved")}
+    of_images = {"mrope_section", "mrope_interleaved"}
+    if given.get("interleaved") == given.get("mrope_interleaved"):  # Qwen3-Omni says it twice
+        of_images.add("interleaved")
+    plain = {key: value for key, value in given.items() if key not in of_images}
     return {key: "default" if value == "mrope" else value for key, value in plain.items()}
 
 

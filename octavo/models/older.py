@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 from functools import partial
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -433,10 +434,11 @@ class GPTNeoForCausalLM(Decoder):
         count, hidden_size = keys.size("num_layers", 24), keys.size("hidden_size")
         given = keys.get("attention_types", [[["global", "local"], count // 2]])
         try:
-            kinds = [kind for part, times in given for _ in range(times) for kind in part]
+            every = (kind for part, times in given for _ in range(min(times, count + 1)) for kind in part)
+            kinds = list(islice(every, count + 1))
         except (TypeError, ValueError):
             kinds = []
-        if len(kinds) != count or not set(kinds) <= {"global", "local"}:
+        if len(kinds) != count or any(kind not in ("global", "local") for kind in kinds):
             raise wrong("attention_types", given, f"lists of global and local with their repetitions, {count} in all")
         keys.pass_over("attention_layers", "classifier_dropout", "embed_dropout", "resid_dropout", *SUMMARIES)
         values = {

@@ -45,8 +45,8 @@ def rotary_width(given: Mapping[str, Any], head_dim: int, default: float = 1.0) 
     if head_dim % 2:
         raise wrong("head_dim", head_dim, "an even number, as rotary embeddings turn pairs")
     factor = ConfigKeys(given).number("partial_rotary_factor", default)
-    width = int(head_dim * factor)
-    if factor > 1 or width < 2 or width % 2:
+    width = int(head_dim * factor) if factor <= 1 else 0
+    if width < 2 or width % 2:
         raise wrong("partial_rotary_factor", factor, f"such that an even part of a head of {head_dim} is rotated")
     return width
 

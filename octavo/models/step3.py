@@ -40,7 +40,7 @@ def _of_layers(keys: ConfigKeys, key: str) -> list[Any] | None:
 
 def _ropes(keys: ConfigKeys, types: tuple[str, ...]) -> tuple[dict[str, Any], ...]:
     """Rotary keys of layers without windows, and of those with; only the former may be scaled."""
-    given, theta = keys.get("rope_parameters"), keys.get("rope_theta", 10_000.0)
+    given, theta = keys.child("rope_parameters") or ConfigKeys({}), keys.get("rope_theta", 10_000.0)
     thetas = _of_layers(keys, "rope_theta") if isinstance(theta, list | tuple) else [theta] * len(types)
     lists = {"rope_theta": thetas, "partial_rotary_factor": _of_layers(keys, "partial_rotary_factors")}
     found = []
@@ -51,19 +51,38 @@ def _ropes(keys: ConfigKeys, types: tuple[str, ...]) -> tuple[dict[str, Any], ..
             if any(value != of_kind[0] for value in of_kind):
                 raise wrong(key, values, f"the same in all layers of {kind}")
             own |= {key: of_kind[0]} if of_kind else {}
-        found.append({**own, **(given.get(kind, {}) if isinstance(given, dict) else {})})
+        found.append({**own, **(given.child(kind) or ConfigKeys({})).values})
     keys.must_be({"yarn_only_types": ([FULL],)})
-    return {**found[0], **(keys.get("rope_scaling") or {})}, found[1]
+    return {**found[0], **(keys.child("rope_scaling") or ConfigKeys({})).values}, found[1]
+
+
+def _is_sparse(keys: ConfigKeys, count: int) -> tuple[bool, ...]:
+    """Whether each layer has experts."""
+    kinds, listed = _of_layers(keys, "mlp_layer_types"), keys.get("moe_layers_enum")
+    if kinds is not None:
+        if any(kind not in ("sparse", "dense") for kind in kinds):
+            raise wrong("mlp_layer_types", kinds, "a list of sparse and dense")
+        return tuple(kind == "sparse" for kind in kinds)
+    if listed is None:
+        return tuple(i >= 3 for i in range(count))
+    items = listed.split(",") if isinstance(listed, str) else listed
+    if not isinstance(items, list | tuple) or not all(str(item).strip().isdecimal() for item in items):
+        raise wrong("moe_layers_enum", listed, "a list of the layers with experts")
+    sparse = {str(item).strip() for item in items}
+    return tuple(str(i) in sparse for i in range(count))
+
+
+def _limits(keys: ConfigKeys, key: str, count: int) -> list[float]:
+    """The limit of each layer's activations; 0: none."""
+    limits = [limit or 0 for limit in _of_layers(keys, key) or [0] * count]
+    if not all(type(limit) in (int, float) and 0 <= limit < 1e30 for limit in limits):
+        raise wrong(key, limits, "a list of numbers, 0 or more")
+    return [float(limit) for limit in limits]
 
 
 def _mixtures(keys: ConfigKeys, config: DecoderConfig) -> list[ExpertsPart | None]:
     """The experts of each layer; ``None`` for one without."""
     count, size = config.num_layers, keys.size("moe_intermediate_size", 1280)
-    kinds, listed = _of_layers(keys, "mlp_layer_types"), keys.get("moe_layers_enum")
-    if kinds is None:
-        items = [str(i) for i in range(3, count)] if listed is None else listed
-        items = items.split(",") if isinstance(items, str) else items
-        kinds = ["sparse" if str(i) in {str(item).strip() for item in items} else "dense" for i in range(count)]
     moe = read_experts(
         keys,
         config,
@@ -71,7 +90,7 @@ def _mixtures(keys: ConfigKeys, config: DecoderConfig) -> list[ExpertsPart | Non
         num_chosen=8,
         normalises=True,
         expert_size=size,
-        is_sparse=tuple(kind == "sparse" for kind in kinds),
+        is_sparse=_is_sparse(keys, count),
         shared_size=keys.size("share_expert_dim", 1280),
     )
     routing = Routing(moe.num_chosen, True, "sigmoid", keys.number("moe_router_scaling_factor", 1.0))
@@ -87,10 +106,7 @@ def _mixtures(keys: ConfigKeys, config: DecoderConfig) -> list[ExpertsPart | Non
         shared_down="share_expert.down_proj",
         shared_has_bias=keys.flag("mlp_bias"),
     )
-    limits, shared_limits = (
-        [float(limit or 0) for limit in _of_layers(keys, key) or [0] * count]
-        for key in ("swiglu_limits", "swiglu_limits_shared")
-    )
+    limits, shared_limits = (_limits(keys, key, count) for key in ("swiglu_limits", "swiglu_limits_shared"))
     found: list[ExpertsPart | None] = []
     for i, (limit, of_shared) in enumerate(zip(limits, shared_limits, strict=True)):
         if not moe.is_sparse[i] and of_shared:
@@ -109,7 +125,7 @@ class Step3p5ForCausalLM(Decoder):
         keys = keys.over({**keys.values, **given})
         kinds = _of_layers(keys, "layer_types") or [FULL] * keys.size("num_hidden_layers")
         types = tuple(kinds)
-        if not set(types) <= {FULL, SLIDING}:
+        if any(kind not in (FULL, SLIDING) for kind in types):
             raise wrong("layer_types", kinds, f"a list of {FULL} and {SLIDING}")
         keys.must_be({"use_moe": (True,), "sink": (False,), "zero_centered": (True,), "use_rope_layers": ([],)})
         keys.must_be({"norm_expert_weight": (True,)})

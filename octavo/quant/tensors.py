@@ -162,9 +162,9 @@ class Tensors:
         self.check(scales > 0, f"tensor {name} has scales that are not positive")
         return scales
 
-    def leave_out(self, prefix: str) -> None:
-        """Ignore tensors whose names start with ``prefix``."""
-        self._used.update(name for name in self.names if name.startswith(prefix))
+    def leave_out(self, *prefixes: str) -> None:
+        """Ignore tensors whose names start with one of these."""
+        self._used.update(name for name in self.names if name.startswith(prefixes))
 
     def leave_out_zeros(self, name: str, shape: tuple[int, ...]) -> None:
         """Ignore this tensor, if it is there with this shape and without any number but zero."""

@@ -113,6 +113,7 @@ def test_rotary_settings_old_and_new(changes: dict[str, Any], expected: DefaultR
         ({"rope_parameters": {"partial_rotary_factor": 0.4}}, "partial_rotary_factor"),
         ({"rope_interleaved": True}, "rope_interleaved"),
         ({"partial_rotary_factor": 1.5}, "partial_rotary_factor"),
+        ({"partial_rotary_factor": 1e308}, "partial_rotary_factor is 1e\\+308"),
         ({"quantization_config": {"quant_method": "quip"}}, "quantization_config"),
         ({"num_local_experts": 8}, "num_local_experts"),
         ({"final_logit_softcapping": 30.0}, "final_logit_softcapping"),

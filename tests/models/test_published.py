@@ -12,6 +12,7 @@ from octavo.models.deepseek import DeepseekConfig
 from octavo.models.kimi_linear import KimiLinearConfig
 from octavo.models.longcat import LongcatConfig
 from octavo.models.minimax import MiniMaxConfig
+from octavo.models.multimodal_text import text_config
 from octavo.models.parts import DecoderConfig, ExpertsPart
 from octavo.models.registry import read_config
 from octavo.ops.moe import CappedSwish, ClampedSwish
@@ -105,6 +106,20 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         attention_bias=False, decoder_sparse_step=1, mlp_only_layers=[], moe_intermediate_size=768, norm_topk_prob=True,
         num_experts=128, num_experts_per_tok=8, output_router_logits=False, router_aux_loss_coef=0.001,
     ),
+    "qwen3-omni-30b-a3b": {
+        "architectures": ["Qwen3OmniMoeForConditionalGeneration"],
+        "text_config": {
+            **shape(
+                "Qwen3OmniMoeForConditionalGeneration", 152064, 2048, 768, 48, 32, 4, 65536,
+                attention_bias=False, decoder_sparse_step=1, head_dim=128, mlp_only_layers=[],
+                model_type="qwen3_omni_moe_text", moe_intermediate_size=768, norm_topk_prob=True, num_experts=128,
+                num_experts_per_tok=8, output_router_logits=False, rope_theta=1e6, router_aux_loss_coef=0.001,
+                shared_expert_intermediate_size=0, sliding_window=None, use_qk_norm=True, use_sliding_window=False,
+            ),
+            "rope_scaling": {"interleaved": True, "mrope_interleaved": True, "mrope_section": [24, 20, 20],
+                             "rope_type": "default", "type": "default"},
+        },
+    },
     "mixtral-8x7b": shape(
         "MixtralForCausalLM", 32000, 4096, 14336, 32, 32, 8, 32768,
         num_local_experts=8, num_experts_per_tok=2, output_router_logits=False, router_aux_loss_coef=0.02,
@@ -259,7 +274,7 @@ PUBLISHED: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_it_is_understood_without_a_warning(name: str, caplog: pytest.LogCaptureFixture) -> None:
-    assert read_config(PUBLISHED[name]).architecture == PUBLISHED[name]["architectures"][0]
+    assert read_config(PUBLISHED[name]).architecture == text_config(PUBLISHED[name])["architectures"][0]
     assert not caplog.records
 
 
@@ -305,6 +320,19 @@ def test_what_they_say() -> None:
     assert (m1.ropes[0][1], [spec.kind for spec in m1.cache]) == (64, ["state"] * 7 + ["attention"])
 
 
+@pytest.mark.parametrize("chosen", [None, 2])
+def test_jamba_without_experts(chosen: int | None) -> None:
+    config = read_config({**PUBLISHED["jamba-1.5-mini"], "num_experts": 1, "num_experts_per_tok": chosen})
+    assert not any(isinstance(part.mlp, ExpertsPart) for part in config.layers)
+
+
+@pytest.mark.parametrize("types", [[[["global"], 10**12]], [[[], 10**12]], [[["global"], "x"]], [[[["global"]], 2]]])
+def test_layers_of_gpt_neo_are_bounded_before_they_are_listed(types: list[Any]) -> None:
+    values = {"num_heads": 4, "vocab_size": 64, "max_position_embeddings": 64, "attention_types": types}
+    with pytest.raises(CheckpointError, match="attention_types is .* 2 in all"):
+        read_config({"architectures": ["GPTNeoForCausalLM"], "hidden_size": 32, "num_layers": 2, **values})
+
+
 @pytest.mark.parametrize(
     ("name", "changes", "message"),
     [
@@ -329,6 +357,17 @@ def test_what_they_say() -> None:
         ("longcat-flash", {"zero_expert_type": "copy"}, "zero_expert_type is 'copy'; it must be 'identity'"),
         ("step-3.5-flash", {"rope_theta": [1e4]}, "rope_theta is .*; it must be a list of 45 or more"),
         ("step-3.5-flash", {"attention_other_setting": {"head_dim": 64}}, "head_dim is 64; it must be 128"),
+        ("step-3.5-flash", {"rope_scaling": "x"}, "rope_scaling is 'x'; it must be an object"),
+        ("step-3.5-flash", {"rope_parameters": {"full_attention": 3}}, "full_attention is 3; it must be an object"),
+        ("step-3.5-flash", {"moe_layers_enum": 3}, "moe_layers_enum is 3; it must be a list of the layers"),
+        ("step-3.5-flash", {"moe_layers_enum": True}, "moe_layers_enum is True"),
+        ("step-3.5-flash", {"moe_layers_enum": "3,x"}, "moe_layers_enum is '3,x'"),
+        ("step-3.5-flash", {"swiglu_limits": ["7"] * 45}, "swiglu_limits is .*; it must be a list of numbers"),
+        ("step-3.5-flash", {"swiglu_limits_shared": [[7.0]] * 45}, "swiglu_limits_shared"),
+        ("step-3.5-flash", {"layer_types": [["full_attention"]] * 45}, "layer_types"),
+        ("step-3.5-flash", {"mlp_layer_types": ["moe"] * 45}, "mlp_layer_types is .*; it must be a list of sparse and"),
+        ("longcat-flash", {"zero_expert_num": 1 << 15}, "zero_expert_num is 32768; .* from 0 to 16384"),
+        ("jamba-1.5-mini", {"num_experts": None}, "num_experts"),
         ("kimi-linear-48b", {"mla_use_nope": False}, "mla_use_nope is False; it must be true"),
         ("kimi-linear-48b", {"linear_attn_config": {"heads": 3}}, "linear_attn_config"),
         (

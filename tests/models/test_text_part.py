@@ -162,6 +162,10 @@ def test_what_published_configurations_leave_out() -> None:
     config = read_config(values)
     assert (config.architecture, config.vocab_size, config.num_heads) == ("Gemma3ForCausalLM", 262_208, 8)
     assert (config.num_kv_heads, config.head_dim, config.eos_token_ids) == (4, 256, (1, 106))
+    inner = {"hidden_size": 2304, "intermediate_size": 9216, "model_type": "gemma2", "num_hidden_layers": 26}
+    inner |= {"vocab_size": 257_216, "num_image_tokens": 256}
+    second = read_config({"architectures": ["PaliGemmaForConditionalGeneration"], "text_config": inner})
+    assert (second.num_heads, second.num_kv_heads, second.head_dim) == (8, 4, 256)
     with pytest.raises(CheckpointError, match="text_config"):
         read_config({"architectures": ["Gemma3ForConditionalGeneration"]})
 
