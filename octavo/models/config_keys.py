@@ -7,6 +7,7 @@ it is known not to affect the computation, and reported in a warning otherwise.
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -152,7 +153,7 @@ class ConfigKeys:
     def number(self, key: str, default: float | None = None) -> float:
         """A positive number."""
         value = self.get(key, default)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= sys.float_info.max:
             raise wrong(key, value, "a positive number")
         return float(value)
 

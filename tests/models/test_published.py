@@ -329,7 +329,7 @@ def test_jamba_without_experts(chosen: int | None) -> None:
 @pytest.mark.parametrize("types", [[[["global"], 10**12]], [[[], 10**12]], [[["global"], "x"]], [[[["global"]], 2]]])
 def test_layers_of_gpt_neo_are_bounded_before_they_are_listed(types: list[Any]) -> None:
     values = {"num_heads": 4, "vocab_size": 64, "max_position_embeddings": 64, "attention_types": types}
-    with pytest.raises(CheckpointError, match="attention_types is .* 2 in all"):
+    with pytest.raises(CheckpointError, match=r"attention_types is .* 2 in all"):
         read_config({"architectures": ["GPTNeoForCausalLM"], "hidden_size": 32, "num_layers": 2, **values})
 
 

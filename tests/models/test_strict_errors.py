@@ -16,6 +16,7 @@ from octavo.models.registry import load_model, read_config
 from octavo.quant.stored.stored_weight import WeightFormat
 from octavo.weights.checkpoint import open_checkpoint
 from tests.models.checkpoints import make_checkpoint
+from tests.models.families import make_checkpoint as make_family
 
 NORM, MAP = "model.norm.weight", "model.layers.1.self_attn.k_proj.weight"
 
@@ -61,3 +62,12 @@ def test_each_error_names_the_tensor(
         load_model(config, checkpoint, WeightFormat(torch.float32, torch.device("cpu")))
     with pytest.raises(CheckpointError, match=re.escape(name)):  # from headers alone
         outline(config, checkpoint, WeightFormat(torch.float32, torch.device("meta")))
+
+
+def test_a_wrong_number_of_experts_that_compute_nothing(tmp_path: Path) -> None:
+    """It is refused by the shape of the router."""
+    make_family(tmp_path, "longcat_flash/zero_experts")
+    checkpoint = open_checkpoint(tmp_path)
+    config = read_config({**checkpoint.config, "zero_expert_num": 16_384})
+    with pytest.raises(CheckpointError, match=r"e_score_correction_bias': has shape \(9,\), expected \(16390,\)"):
+        load_model(config, checkpoint, WeightFormat(torch.float32, torch.device("cpu")))

@@ -13,6 +13,7 @@ from transformers import AutoModelForImageTextToText, PreTrainedModel
 
 from octavo import LLM, SamplingParams
 from octavo.errors import CheckpointError
+from octavo.models.vision.towers import read_vision
 from tests.models import vision
 from tests.models.test_vision import GREEDY, PROMPTS, SETTINGS, TOLERANCE, as_inputs, worst_difference
 from tests.ops.cpu_cases import needs_float_kernels
@@ -30,6 +31,44 @@ def check(name: str, folder: Path, model: PreTrainedModel, adapter: str | None =
         for prompt, output in zip(PROMPTS, outputs, strict=True):
             assert worst_difference(name, model, prompt, output) < TOLERANCE
         llm.engine.check()
+
+
+QWEN = {"hidden_size": 64, "out_hidden_size": 64, "intermediate_size": 64, "depth": 2, "num_heads": 2}
+SECTIONS = {"hidden_size": 64, "rope_parameters": {"mrope_section": [4, 2, 2]}}
+WRONG: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
+    ("DeepseekOCRForCausalLM", {"width": "x"}, {}, "width is 'x'; it must be an object"),
+    ("DeepseekOCRForCausalLM", {"width": {"sam": 3}}, {}, "sam is 3; it must be an object"),
+    ("DeepseekOCRForCausalLM", {"width": {"sam_b": {"downsample_channels": []}}}, {}, "downsample_channels"),
+    ("DeepseekOCRForCausalLM", {"width": {"sam_b": {"downsample_channels": 5}}}, {}, "downsample_channels is 5"),
+    ("DeepseekOCRForCausalLM", {"width": {"sam_b": {"global_attn_indexes": 5}}}, {}, "global_attn_indexes is 5"),
+    ("DeepseekOCRForCausalLM", {"width": {"sam_b": {"mlp_ratio": 1e308}}}, {}, "mlp_ratio"),
+    ("DeepseekOCR2ForCausalLM", {"width": {"other": {"rope_parameters": 5}}}, {}, "rope_parameters is 5"),
+    ("DeepseekOCR2ForCausalLM", {"width": {"other": {"rope_theta": "x"}}}, {}, "rope_theta is 'x'"),
+    ("Gemma4ForConditionalGeneration", {"rope_parameters": [1]}, {}, r"rope_parameters is \[1\]"),
+    ("InternVLForConditionalGeneration", {}, {"downsample_ratio": 1e308}, "downsample_ratio is 1e"),
+    ("KimiVLForConditionalGeneration", {"merge_kernel_size": ["x", "x"]}, {}, "merge_kernel_size"),
+    ("Llama4ForConditionalGeneration", {"rope_parameters": "x"}, {}, "rope_parameters is 'x'"),
+    ("LlavaForConditionalGeneration", {"layer_norm_eps": 10**400}, {}, "layer_norm_eps"),
+    ("LlavaForConditionalGeneration", {"model_type": "pixtral", "rope_parameters": "x"}, {}, "rope_parameters is 'x'"),
+    ("MiniCPMV4_6ForConditionalGeneration", {}, {"merge_kernel_size": 2}, "merge_kernel_size is 2"),
+    ("Qwen2_5_VLForConditionalGeneration", {**QWEN, "fullatt_block_indexes": 7}, {}, "fullatt_block_indexes is 7"),
+    ("Qwen3VLForConditionalGeneration", {**QWEN, "deepstack_visual_indexes": ["8"]}, {}, "deepstack_visual_indexes"),
+    ("Qwen3VLForConditionalGeneration", QWEN, {"text_config": {"rope_scaling": 4}}, "rope_scaling is 4"),
+]
+
+
+@pytest.mark.parametrize(("name", "inner", "outer", "message"), WRONG)
+def test_wrong_keys_of_a_tower_are_refused_by_name(
+    name: str, inner: dict[str, Any], outer: dict[str, Any], message: str
+) -> None:
+    values = {"architectures": [name], "text_config": SECTIONS, "vision_config": {"some": "key", **inner}, **outer}
+    with pytest.raises(CheckpointError, match=message):
+        read_vision(values)
+
+
+def test_a_part_for_vision_is_an_object() -> None:
+    with pytest.raises(CheckpointError, match="vision_config is 'x'; it must be an object"):
+        read_vision({"architectures": ["LlavaForConditionalGeneration"], "text_config": {}, "vision_config": "x"})
 
 
 @pytest.mark.slow

@@ -9,7 +9,6 @@ Shapes: B tiles, N patches of a tile behind the convolutions, D width of the sec
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from octavo.models.config_keys import ConfigKeys
+from octavo.models.config_keys import ConfigKeys, wrong
 from octavo.models.loader import WeightLoader
 from octavo.models.vision.parts import (
     ACTIVATIONS,
@@ -28,8 +27,10 @@ from octavo.models.vision.parts import (
     attend,
     normalised,
     part,
+    read_theta,
     turn,
     unpacked,
+    whole_numbers,
 )
 from octavo.models.vision.qwen import QwenBlock, QwenConfig
 from octavo.models.vision.sam import Halving, Sam, SamConfig, read_sam, resized
@@ -66,8 +67,8 @@ QWEN2: dict[str, Any] = {
     "intermediate_size": 4864,
     "num_hidden_layers": 24,
     "num_attention_heads": 14,
+    "num_key_value_heads": 2,
 }
-QWEN2 |= {"num_key_value_heads": 2, "rope_theta": 1_000_000.0}
 """The second encoder of DeepSeek-OCR 2, of which its configuration says the width alone."""
 
 
@@ -84,16 +85,26 @@ def read_encoders(keys: ConfigKeys) -> tuple[int, ConfigKeys, ConfigKeys]:
     """Width of the decoder, and the keys of both encoders under transformers' names. Raises ``CheckpointError``."""
     inner = part(keys, "vision_config")
     text = part(keys, "text_config" if keys.get("text_config") else "language_config")
-    given: Mapping[str, Any] | None = inner.get("width")
+    given = inner.child("width")
     if given is None:
         return text.size("hidden_size", 1280), part(inner, "sam_config"), part(inner, "encoder_config")
     names = {"width": "hidden_size", "dim": "hidden_size", "heads": "num_attention_heads"}
     names |= {"layers": "num_hidden_layers"}
     found = {
-        "sam" if name.startswith("sam") else "other": {names.get(key, key): value for key, value in each.items()}
-        for name, each in given.items()
+        "sam" if name.startswith("sam") else "other": {
+            names.get(key, key): value for key, value in part(given, name).values.items()
+        }
+        for name in given.values
     }
     return text.size("hidden_size", 1280), ConfigKeys(found.get("sam", {})), ConfigKeys(found.get("other", {}))
+
+
+def read_channels(sam: ConfigKeys, width: int) -> tuple[int, int]:
+    """Numbers of a place behind each convolution; the second has the ``width`` of the other encoder."""
+    sizes = whole_numbers(sam, "downsample_channels", (512, width), low=1)
+    if not sizes:
+        raise wrong("downsample_channels", sizes, "two sizes")
+    return sizes[0], width
 
 
 class DeepseekOCRTower:
@@ -117,9 +128,8 @@ class DeepseekOCRTower:
             eps=inner.number("layer_norm_eps", 1e-5),
             num_places=(inner.size("image_size", 224) // inner.size("patch_size", 14)) ** 2,
         )
-        sizes = sam.get("downsample_channels", [512, width])
         return DeepseekOCRConfig(
-            hidden_size=hidden_size, sam=read_sam(sam), sizes=(int(sizes[0]), width), encoder=encoder
+            hidden_size=hidden_size, sam=read_sam(sam), sizes=read_channels(sam, width), encoder=encoder
         )
 
     @staticmethod
@@ -217,7 +227,7 @@ class DeepseekOCR2Tower(DeepseekOCRTower):
     def read_config(cls, keys: ConfigKeys) -> DeepseekOCRConfig:
         hidden_size, sam, inner = read_encoders(keys)
         inner = ConfigKeys({**QWEN2, **inner.values})
-        width, rope = inner.size("hidden_size"), inner.get("rope_parameters") or {}
+        width = inner.size("hidden_size")
         encoder = QwenConfig(
             hidden_size=width,
             depth=inner.size("num_hidden_layers"),
@@ -231,13 +241,12 @@ class DeepseekOCR2Tower(DeepseekOCRTower):
             activation=ACTIVATIONS["silu"],
             eps=inner.number("rms_norm_eps", 1e-6),
         )
-        sizes = sam.get("downsample_channels", [512, width])
         return DeepseekOCRConfig(
             hidden_size=hidden_size,
             sam=read_sam(sam),
-            sizes=(int(sizes[0]), width),
+            sizes=read_channels(sam, width),
             encoder=encoder,
-            theta=float(rope.get("rope_theta") or inner.number("rope_theta")),
+            theta=read_theta(inner, 1_000_000.0),
         )
 
     def load_encoder(self, config: QwenConfig, weights: WeightLoader, name: str) -> None:

@@ -16,7 +16,7 @@ from torch.nn import functional
 
 from octavo.models.config_keys import ConfigKeys, wrong
 from octavo.models.loader import WeightLoader
-from octavo.models.vision.parts import ACTIVATIONS, Feedforward, LayerNorm, normalised, part, patches
+from octavo.models.vision.parts import ACTIVATIONS, Feedforward, LayerNorm, normalised, part, patches, read_ratio
 from octavo.models.vision.qwen import QwenBlock, QwenConfig
 from octavo.models.vision.tower import Pixels, VisionConfig
 
@@ -46,7 +46,7 @@ class DeepseekVL2Tower:
             hidden_size=wide,
             depth=inner.size("layers", 27),
             width=width,
-            ffn_size=int(width * inner.number("mlp_ratio", 3.7362)),
+            ffn_size=int(width * read_ratio(inner, "mlp_ratio", 3.7362)),
             num_heads=inner.size("heads", 16),
             patch=inner.size("patch_size", 14),
             frames=1,

@@ -8,9 +8,7 @@ Shapes: N patches, D width of the tower, H head dim, P side of a patch.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,6 +27,7 @@ from octavo.models.vision.parts import (
     part,
     patches,
     places,
+    read_theta,
     rms_normed,
     turn,
 )
@@ -119,7 +118,6 @@ class Gemma4Tower:
     def read_config(cls, keys: ConfigKeys) -> Gemma4VisionConfig:
         inner, text = part(keys, "vision_config"), part(keys, "text_config")
         width, num_heads = inner.size("hidden_size", 768), inner.size("num_attention_heads", 12)
-        rope: Mapping[str, Any] = inner.get("rope_parameters") or {}
         head_dim = inner.size("head_dim", 64)
         if head_dim % 4:
             raise wrong("head_dim", head_dim, "a multiple of 4, as each half is rotated by one axis")
@@ -135,7 +133,7 @@ class Gemma4Tower:
             patch=inner.size("patch_size", 16),
             pool=inner.size("pooling_kernel_size", 3),
             num_places=inner.size("position_embedding_size", 10_240),
-            theta=float(rope.get("rope_theta") or 100.0),
+            theta=read_theta(inner, 100.0),
             eps=inner.number("rms_norm_eps", 1e-6),
             activation=inner.choice("hidden_activation", ACTIVATIONS, "gelu_pytorch_tanh"),
             is_clipped=inner.flag("use_clipped_linears"),

@@ -25,6 +25,7 @@ from octavo.models.vision.parts import (
     normalised,
     part,
     patches,
+    read_merge,
 )
 from octavo.models.vision.tower import Pixels, VisionConfig
 
@@ -114,7 +115,7 @@ class InternVLTower:
             raise wrong("vision_feature_layer", layer, "-1, the last layer")
         if strategy != "default":
             raise wrong("vision_feature_select_strategy", strategy, "default")
-        patch, merge = _side(inner, "patch_size", 14), round(1 / keys.number("downsample_ratio", 0.5))
+        patch, merge = _side(inner, "patch_size", 14), read_merge(keys, "downsample_ratio")
         side = _side(inner, "image_size", 448) // patch
         if side % merge:
             raise wrong("downsample_ratio", 1 / merge, f"one that divides {side}, the patches in a row")

@@ -27,6 +27,8 @@ from octavo.models.vision.parts import (
     part,
     patches,
     places,
+    read_merge,
+    read_theta,
 )
 from octavo.models.vision.siglip import SiglipConfig, SiglipLayer
 from octavo.models.vision.tower import Pixels, VisionConfig
@@ -65,17 +67,16 @@ class Llama4Tower:
             eps=1e-5,
             activation=ACTIVATIONS["gelu"],
         )
-        merge = round(1 / inner.number("pixel_shuffle_ratio", 0.5))
+        merge = read_merge(inner, "pixel_shuffle_ratio")
         if siglip.side % merge:
             raise wrong("vision_config.pixel_shuffle_ratio", 1 / merge, f"one that divides {siglip.side} patches")
-        rope = inner.get("rope_parameters") or {}
         return Llama4Config(
             hidden_size=part(keys, "text_config").size("hidden_size", 5120),
             siglip=siglip,
             merge=merge,
             adapter_size=inner.size("projector_input_dim", 4096),
             output_size=inner.size("projector_output_dim", 4096),
-            theta=float(rope.get("rope_theta") or inner.number("rope_theta", 10_000.0)),
+            theta=read_theta(inner, 10_000.0),
         )
 
     @staticmethod

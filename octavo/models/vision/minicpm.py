@@ -27,6 +27,7 @@ from octavo.models.vision.parts import (
     patches,
     places,
     unpacked,
+    whole_numbers,
 )
 from octavo.models.vision.siglip import SiglipConfig, SiglipLayer, read_siglip, tower_prefix
 from octavo.models.vision.tower import Pixels, VisionConfig
@@ -69,7 +70,7 @@ class MiniCPMTower:
     def read_config(cls, keys: ConfigKeys) -> MiniCPMConfig:
         inner = part(keys, "vision_config")
         for name, values in (("merge_kernel_size", keys), ("window_kernel_size", inner)):
-            if list(values.get(name, [2, 2])) != [2, 2]:
+            if whole_numbers(values, name, (2, 2)) != (2, 2):
                 raise wrong(name, values.get(name), "[2, 2]")
         siglip, layer = read_siglip(inner), keys.size("insert_layer_id", inner.size("insert_layer_id", 6, low=0), low=0)
         if layer >= siglip.depth:

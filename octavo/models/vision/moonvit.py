@@ -30,6 +30,7 @@ from octavo.models.vision.parts import (
     patches,
     places,
     turn,
+    whole_numbers,
 )
 from octavo.models.vision.tower import Pixels, VisionConfig
 
@@ -76,8 +77,8 @@ class MoonTower:
     @classmethod
     def read_config(cls, keys: ConfigKeys) -> MoonConfig:
         inner = part(keys, "vision_config")
-        merge = inner.get("merge_kernel_size", [2, 2])
-        if not isinstance(merge, list | tuple) or len(merge) != 2 or merge[0] != merge[1]:
+        merge = whole_numbers(inner, "merge_kernel_size", (2, 2), low=1)
+        if len(merge) != 2 or merge[0] != merge[1]:
             raise wrong("merge_kernel_size", merge, "the sides of a square")
 
         def size(name: str, default: int) -> int:
@@ -94,7 +95,7 @@ class MoonTower:
             ffn_size=size("intermediate_size", 4304),
             num_heads=size("num_attention_heads", 16),
             patch=inner.size("patch_size", 14),
-            merge=int(merge[0]),
+            merge=merge[0],
             num_places=(place("height"), place("width")),
         )
 

@@ -47,6 +47,37 @@ def part(keys: ConfigKeys, name: str) -> ConfigKeys:
     return ConfigKeys(values)
 
 
+def whole_numbers(keys: ConfigKeys, name: str, default: tuple[int, ...], low: int = 0) -> tuple[int, ...]:
+    """A list of whole numbers from ``low``. Raises ``CheckpointError``."""
+    values = keys.get(name, default)
+    if not isinstance(values, list | tuple) or not all(type(n) is int and low <= n < 2**31 for n in values):
+        raise wrong(name, values, f"a list of whole numbers from {low}")
+    return tuple(values)
+
+
+def read_theta(keys: ConfigKeys, default: float) -> float:
+    """The base of rotary angles, from ``rope_parameters`` or an older key. Raises ``CheckpointError``."""
+    inner = keys.child("rope_parameters") or ConfigKeys({})
+    return inner.number("rope_theta", keys.get("rope_theta", default))
+
+
+def read_ratio(keys: ConfigKeys, name: str, default: float) -> float:
+    """A width as a multiple of another. Raises ``CheckpointError``."""
+    ratio = keys.number(name, default)
+    if ratio > 1024:
+        raise wrong(name, ratio, "a number up to 1024")
+    return ratio
+
+
+def read_merge(keys: ConfigKeys, name: str) -> int:
+    """Patches in a row of a window that becomes one patch, from its inverse, 0.5 by default. Raises
+    ``CheckpointError``."""
+    ratio = keys.number(name, 0.5)
+    if not 1 / 64 <= ratio <= 1:
+        raise wrong(name, ratio, "a number from 1/64 to 1")
+    return round(1 / ratio)
+
+
 class Affine:
     """A linear map of the tower, dense in the format's dtype."""
 

@@ -27,6 +27,7 @@ from octavo.models.vision.parts import (
     part,
     patches,
     places,
+    read_theta,
     turn,
 )
 from octavo.models.vision.tower import Pixels, VisionConfig
@@ -79,7 +80,6 @@ class PixtralTower:
         layer = keys.get("vision_feature_layer", -1)
         if layer != -1:
             raise wrong("vision_feature_layer", layer, "-1, the last layer")
-        rope = inner.get("rope_parameters") or {}
         return PixtralConfig(
             hidden_size=text.size("hidden_size"),
             depth=inner.size("num_hidden_layers", 24),
@@ -87,7 +87,7 @@ class PixtralTower:
             ffn_size=inner.size("intermediate_size", 4096),
             num_heads=inner.size("num_attention_heads", 16),
             patch=inner.size("patch_size", 16),
-            theta=float(rope.get("rope_theta") or inner.number("rope_theta", 10_000.0)),
+            theta=read_theta(inner, 10_000.0),
             activation=inner.choice("hidden_act", ACTIVATIONS, "gelu"),
             projector_activation=keys.choice("projector_hidden_act", ACTIVATIONS, "gelu"),
             projector_bias=keys.flag("multimodal_projector_bias", cls.has_bias),

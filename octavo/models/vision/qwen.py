@@ -34,6 +34,7 @@ from octavo.models.vision.parts import (
     patches,
     places,
     turn,
+    whole_numbers,
 )
 from octavo.models.vision.tower import Pixels, VisionConfig, read_axes
 
@@ -174,7 +175,7 @@ def read_windowed(keys: ConfigKeys, **fields: Any) -> QwenConfig:
         "silu",
         is_gated=True,
         window=inner.size("window_size", 112) // inner.size("patch_size", 14),
-        full_layers=tuple(inner.get("fullatt_block_indexes", [7, 15, 23, 31])),
+        full_layers=whole_numbers(inner, "fullatt_block_indexes", (7, 15, 23, 31)),
         **fields,
     )
 
@@ -295,7 +296,7 @@ class Qwen3Tower(QwenTower):
     @classmethod
     def read_config(cls, keys: ConfigKeys) -> QwenConfig:
         inner = part(keys, "vision_config")
-        deep = tuple(inner.get("deepstack_visual_indexes", None) or ())
+        deep = whole_numbers(inner, "deepstack_visual_indexes", ())
         return read_qwen(
             keys,
             inner,

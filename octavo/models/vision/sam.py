@@ -28,6 +28,8 @@ from octavo.models.vision.parts import (
     normalised,
     part,
     patches,
+    read_ratio,
+    whole_numbers,
 )
 from octavo.models.vision.tower import Pixels, VisionConfig
 
@@ -59,12 +61,12 @@ def read_sam(keys: ConfigKeys) -> SamConfig:
     return SamConfig(
         depth=keys.size("num_hidden_layers", 12),
         width=width,
-        ffn_size=keys.size("mlp_dim", int(width * keys.number("mlp_ratio", 4.0))),
+        ffn_size=keys.size("mlp_dim", int(width * read_ratio(keys, "mlp_ratio", 4.0))),
         num_heads=keys.size("num_attention_heads", 12),
         patch=patch,
         side=keys.size("image_size", 1024) // patch,
         window=keys.size("window_size", 14),
-        full_layers=tuple(keys.get("global_attn_indexes", (2, 5, 8, 11))),
+        full_layers=whole_numbers(keys, "global_attn_indexes", (2, 5, 8, 11)),
         output_size=keys.size("output_channels", 256),
         eps=keys.number("layer_norm_eps", 1e-6),
         activation=keys.choice("hidden_act", ACTIVATIONS, "gelu"),

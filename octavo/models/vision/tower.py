@@ -62,9 +62,14 @@ class Tower(Protocol):
 def read_axes(text: ConfigKeys) -> tuple[int, ...]:
     """The axis of each rotated pair, from ``mrope_section``: the pairs of time, rows and columns one after the other,
     or with ``mrope_interleaved`` in turns, the rest being of time. Raises ``CheckpointError``."""
-    given: Mapping[str, Any] = text.get("rope_parameters") or text.get("rope_scaling") or {}
+    parts = (text.child(name) for name in ("rope_parameters", "rope_scaling"))
+    given: Mapping[str, Any] = next((part.values for part in parts if part is not None and part.values), {})
     sections = given.get("mrope_section")
-    if not (isinstance(sections, list | tuple) and len(sections) == 3 and all(isinstance(n, int) for n in sections)):
+    if not (
+        isinstance(sections, list | tuple)
+        and len(sections) == 3
+        and all(type(n) is int and 0 <= n < 1024 for n in sections)
+    ):
         raise wrong("mrope_section", sections, "three numbers of rotated pairs")
     if not given.get("mrope_interleaved"):
         return tuple(axis for axis, count in enumerate(sections) for _ in range(count))

@@ -121,8 +121,9 @@ class LoadedTower(NamedTuple):
 def family_of(values: Mapping[str, Any]) -> Family | None:
     """The tower of a checkpoint, if it is known."""
     name = architecture(ConfigKeys(values))
-    inner = values.get("vision_config") or {}
-    if name == "LlavaForConditionalGeneration" and inner.get("model_type") == "pixtral":
+    inner = values.get("vision_config")
+    is_pixtral = isinstance(inner, Mapping) and inner.get("model_type") == "pixtral"
+    if name == "LlavaForConditionalGeneration" and is_pixtral:
         return PixtralTower
     return TOWERS.get(name)
 
