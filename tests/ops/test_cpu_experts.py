@@ -111,9 +111,10 @@ def test_more_rows_than_one_call_takes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_experts_of_several_kinds() -> None:
-    """Their calls take buffers of other sizes, in another order."""
-    kinds = [packed(eight_bits, eight_bits), packed(blocks("Q4_0"), blocks("Q5_K"), blocks("Q8_0"))]
-    experts = PackedMixture([kinds[i % 2].experts[i] for i in range(X)], "silu")
+    """Some are wider than others, whose calls take smaller buffers."""
+    narrow, make = packed(eight_bits, eight_bits).experts, blocks("Q4_K")
+    wide = [(Linear([make(4 * F, D, i)]), Linear([make(D, 2 * F, X + i)])) for i in range(X)]
+    experts = PackedMixture([(narrow, wide)[i % 2][i] for i in range(X)], "silu")
     given = chosen(9)
     with torch.inference_mode(), recording(Arena()) as calls:
         found = reduce(*given, experts)
