@@ -41,7 +41,7 @@ GET = (
     *("/v1/models", "/v1/models/{name:path}", "/v1/responses/{id}", "/v1/responses/{id}/input_items"),
     *("/v1/conversations/{id}", "/v1/conversations/{id}/items", "/v1/conversations/{id}/items/{item}"),
     *("/v1/files", "/v1/files/{id}", "/v1/files/{id}/content", "/v1/batches", "/v1/batches/{id}"),
-    *("/tokenizer_info", "/openapi.json", "/docs"),
+    *("/tokenizer_info", "/openapi.json", "/docs", "/model_info", "/get_model_info"),
 )
 DELETE = (
     *("/v1/responses/{id}", "/v1/conversations/{id}", "/v1/conversations/{id}/items/{item}"),
@@ -126,7 +126,7 @@ async def _forward_to_each(request: Request) -> Response:
     upstream, limit = services.engine, services.config.server.request_timeout
     try:
         async with asyncio.timeout(limit), upstream.place(caller.name, len(sent.body)):
-            answers = await upstream.ask_each(sent.method, sent.target, sent.headers, sent.body)
+            answers = await upstream.ask_each(sent.method, sent.target, sent.headers)
     except TimeoutError:
         assert limit is not None
         raise DeadlineExceeded(limit) from None
@@ -139,10 +139,15 @@ async def _forward_to_each(request: Request) -> Response:
         raise UpstreamFailed("The upstream server sent a response that is not valid.") from None
     merged = found[0]
     if merged.data is not None:
-        merged.data = [session for each in found for session in each.data or ()]
+        merged.data = sorted((session for each in found for session in each.data or ()), key=_idle_seconds)
     if merged.accepted is not None:
         merged.accepted = any(each.accepted for each in found)
     return json_response(merged, {})
+
+
+def _idle_seconds(session: dict[str, Any]) -> float:
+    seconds = session.get("idle_seconds")
+    return seconds if isinstance(seconds, int | float) else 0.0
 
 
 async def _outgoing(request: Request, services: ProxyServices) -> tuple[Outgoing, Caller]:

@@ -1,7 +1,7 @@
 """Counts the tokens of relayed responses, for metrics and quotas.
 
-``usage`` of a response is exact, if it can be: the upstream may say anything. A stream without it counts one token for
-each event, and no prompt tokens.
+``usage`` of a response is exact, if it can be: the upstream may say anything. In SGLang's form, which has none, the
+counts of all choices are added up. A stream without ``usage`` counts one token for each event, and no prompt tokens.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import json
 import logging
 import re
 import time
+from collections import Counter
 
 from octavo.telemetry.counts import Timing
 from octavo.telemetry.metrics import Metrics
@@ -28,6 +29,10 @@ _USAGE_OBJECT = re.compile(rb'"usage"\s*:\s*(?=\{)')
 _PROMPT = ("prompt_tokens", "input_tokens")
 _OUTPUT = ("completion_tokens", "output_tokens")
 """Names of the fields: OpenAI's, and those of Anthropic and of OpenAI's responses."""
+_SGLANG = re.compile(rb'"meta_info"\s{0,8}:|"(prompt|completion)_tokens"\s{0,8}:\s{0,8}(\d{1,9})\s{0,8}[,}]')
+"""What is read of SGLang's objects ``meta_info``, whose log-probabilities may be megabytes."""
+_MAX_COUNT = 64
+"""Bytes of a match of it, at most."""
 
 logger = logging.getLogger("octavo.server")
 
@@ -44,6 +49,10 @@ class Meter:
         """As the upstream reports them."""
         self._reason: FinishReason = "abort"
         self._rest = b""
+        self._unread = b""
+        """The end of a body, with what may be the beginning of a count."""
+        self._counts: Counter[bytes] = Counter()
+        """Sums of SGLang's, and the number of its objects, as ``b""``."""
         self._has_warned = False
         self.event_bytes = 0
         """Bytes of the current line of a stream, which was not finished yet."""
@@ -51,11 +60,20 @@ class Meter:
     def part(self, data: bytes) -> None:
         """Read a part of a response that is no stream."""
         self._rest = (self._rest + data)[-MAX_LINE:]
+        text, end = self._unread + data, 0
+        for match in _SGLANG.finditer(text):
+            self._counts[match[1] or b""] += int(match[2] or 1)
+            end = match.end()
+        self._unread = text[max(end, len(text) - _MAX_COUNT) :]
 
     def whole(self, status: int) -> None:
         """Count a response of which all parts were read."""
         self._reason = "stop" if status < 400 else "error"
         self._read(self._rest)
+        if self._counts[b""] and not self._num_output:
+            self._num_prompt, self._num_output = (
+                min(self._counts[name], MAX_TOKENS) for name in (b"prompt", b"completion")
+            )
         if self._num_output:
             self._count(self._num_output)
 

@@ -286,17 +286,24 @@ class Upstream:
                 server.num_live -= 1
         raise UpstreamUnavailable
 
-    async def ask_each(self, method: str, target: str, headers: Headers, body: bytes) -> list[tuple[int, bytes]]:
-        """Status and body of what each server that is up answers. Raises ``UpstreamFailed`` or ``UpstreamSilent``."""
+    async def ask_each(self, method: str, target: str, headers: Headers) -> list[tuple[int, bytes]]:
+        """Status and body of what each server that is up answers, prefill servers, too; without those that fail. Raises
+        ``UpstreamFailed`` or ``UpstreamSilent`` if all do."""
 
-        async def ask(server: UpstreamServer) -> tuple[int, bytes]:
-            async with server.connections.request(method, target, headers, body) as connection:
-                return connection.status, await connection.read_all()
+        async def ask(server: UpstreamServer) -> tuple[int, bytes] | ConnectionFailed:
+            try:
+                async with server.connections.request(method, target, headers, b"") as connection:
+                    return connection.status, await connection.read_all()
+            except ConnectionFailed as error:
+                logger.warning("a request to %s failed: %s", server.url, error)
+                self._check_now[server].set()
+                return error
 
-        try:
-            return await asyncio.gather(*map(ask, [each for each in self._servers if each.is_up] or self._servers))
-        except ConnectionFailed as error:
-            raise failure_of(error) from None
+        found = await asyncio.gather(*map(ask, [each for each in self._check_now if each.is_up] or self._servers))
+        answers = [each for each in found if not isinstance(each, ConnectionFailed)]
+        if not answers:
+            raise next(failure_of(each) for each in found if isinstance(each, ConnectionFailed))
+        return answers
 
     def _chosen(self, target: str, prompt: Prompt | None) -> UpstreamServer:
         """The server for a request: the first one, which has all that is stored, but for those that store nothing."""

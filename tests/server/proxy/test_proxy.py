@@ -68,14 +68,15 @@ def test_bodies_and_responses_are_unchanged(start: Callable[..., Proxy], stream:
 
 
 def test_sessions_are_those_of_all_servers(start: Callable[..., Proxy]) -> None:
-    servers = [upstream(), upstream()]
+    servers = [upstream() for _ in range(3)]
     engines: list[Any] = [server.engine for server in servers]
     for number, engine in enumerate(engines):
-        view = SessionView(f"s{number}", "", 2, 32, 16, 0, 16, 1.5, 0.0)
+        view = SessionView(f"s{number}", "", 2, 32, 16, 0, 16, 3.5 - number, 0.0)
         engine.session_report = SessionReport([view], is_taken=number == 1)
     try:
-        client = start(",".join(server.url for server in servers)).client
-        assert [session["id"] for session in client.get("/v1/sessions").json()["data"]] == ["s0", "s1"]
+        one, other, prefill = (server.url for server in servers)
+        client = start(f"{one},{other}", prefill_upstream=prefill).client
+        assert [session["id"] for session in client.get("/v1/sessions").json()["data"]] == ["s2", "s1", "s0"]
         assert client.delete("/v1/sessions/a%2Fb").json() == {"object": "session", "id": "a/b", "deleted": True}
         assert client.post("/v1/sessions/s/prefetch").json() == {"object": "session", "id": "s", "accepted": True}
     finally:
@@ -88,6 +89,34 @@ def test_sessions_are_those_of_all_servers(start: Callable[..., Proxy]) -> None:
 @pytest.mark.parametrize(("answer", "status"), [(b"HTTP/1.1 404 N\r\ncontent-length: 2\r\n\r\n{}", 404), (b"?", 502)])
 def test_an_upstream_without_sessions(start: Callable[..., Proxy], answer: bytes, status: int) -> None:
     assert start(Raw(answer)).client.post("/v1/sessions/s/prefetch").status_code == status
+
+
+def test_a_server_that_fails_takes_no_sessions_of_others_away(start: Callable[..., Proxy]) -> None:
+    server, failing = upstream(), Raw(b"?")
+    server.engine.session_report = SessionReport([], is_taken=True)
+    try:
+        client = start(f"{failing.url},{server.url}").client
+        assert client.post("/v1/sessions/s/prefetch").json()["accepted"] is True
+        assert len(failing.requests) == 1
+    finally:
+        server.stop()
+
+
+def test_answers_in_the_form_of_sglang_count_for_all_choices(start: Callable[..., Proxy]) -> None:
+    meta = {"prompt_tokens": 30, "of": "x" * 300_000, "completion_tokens": 400}
+    body = json.dumps([{"text": r'"completion_tokens": 9,', "meta_info": meta}, {"meta_info": meta}]).encode()
+    raw = Raw(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n%b" % (len(body), body))
+    for server, num_prompt, num_output in ((upstream(), 3, 8), (raw, 60, 800)):
+        proxy = start(server)
+        asked = {"text": ["a", "bb"], "sampling_params": {"max_new_tokens": 4}, "return_logprob": True}
+        assert len(proxy.client.post("/generate", json=asked).json()) == 2
+        assert metric(proxy, "vllm:prompt_tokens_total") == num_prompt
+        assert metric(proxy, "vllm:generation_tokens_total") == num_output
+
+
+@pytest.mark.parametrize("path", ["/model_info", "/get_model_info"])
+def test_the_model_is_described_as_for_clients_of_sglang(start: Callable[..., Proxy], path: str) -> None:
+    assert start(upstream()).client.get(path).json()["is_generation"] is True
 
 
 def test_the_clients_key_goes_upstream_unless_this_server_asks_for_keys(start: Callable[..., Proxy]) -> None:
