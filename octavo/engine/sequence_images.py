@@ -130,7 +130,9 @@ class Images:
         longest = max(image.num_tokens for image in request.images)
         if self.settings.is_bidirectional and longest > self.settings.longest:
             raise InvalidParameter(
-                "messages", f"An image may have {self.settings.longest} tokens; one of these has {longest}."
+                "messages",
+                f"An image, with the words that attend to it, may have {self.settings.longest} tokens; one of these "
+                f"has {longest}.",
             )
 
     def begin_step(self) -> None:

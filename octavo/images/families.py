@@ -60,6 +60,15 @@ def read_processor(folder: Path) -> ImageProcessor | None:
 
     Raises ``CheckpointError`` naming what is missing or wrong.
     """
+    try:
+        return _processor(folder)
+    except CheckpointError:
+        raise
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{folder}: the image processor cannot be read: {error!r}") from None
+
+
+def _processor(folder: Path) -> ImageProcessor | None:
     if (projector := open_projector(folder)) is not None:
         tokens = vocabulary(folder)
         config, given = projector.config({}, tokens), projector.processing
@@ -70,15 +79,10 @@ def read_processor(folder: Path) -> ImageProcessor | None:
         own = _read(folder / "processor_config.json")
         given, known = own.get("image_processor") or _read(folder / "preprocessor_config.json"), _tokens(folder)
         video = own.get(VIDEO) or _read(folder / "video_preprocessor_config.json")
-    names = config.get("architectures") or [None]
-    make = PROCESSORS.get(str(names[0]))
+    make = PROCESSORS.get(str((config.get("architectures") or [None])[0]))
     if make is None or not config.get("vision_config"):
         return None
-    try:
-        found = make({**config, TOKENS: known, VIDEO: video}, given)
-    except (KeyError, TypeError, ValueError) as error:
-        raise CheckpointError(f"{folder}: the image processor cannot be read: {error!r}") from None
-    if found is None:
+    if (found := make({**config, TOKENS: known, VIDEO: video}, given)) is None:
         return None
     for key, value in (("image_mean", found.mean), ("image_std", found.deviation)):
         of_images = tuple(given.get(key) or value)
@@ -177,7 +181,12 @@ def _qwen3(config: Mapping[str, Any], given: Mapping[str, Any]) -> ImageProcesso
 
 
 def _qwen25_omni(config: Mapping[str, Any], given: Mapping[str, Any]) -> ImageProcessor:
-    return dataclasses.replace(_qwen25(config, given), video=None)
+    """Its vocabulary has other texts for the ids of Qwen2.5-VL."""
+    found, texts = _qwen25(config, given), {number: text for text, number in config[TOKENS].items()}
+    text = texts.get(found.token, found.token_text)
+    begin = texts.get(config.get("vision_start_token_id", 151_652), found.around[0])
+    end = texts.get(config.get("vision_end_token_id", 151_653), found.around[1])
+    return dataclasses.replace(found, video=None, placeholder=text, token_text=text, around=(begin, end))
 
 
 def _qwen3_omni(config: Mapping[str, Any], given: Mapping[str, Any]) -> ImageProcessor:

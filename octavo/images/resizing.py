@@ -216,6 +216,14 @@ def sliced(height: float, width: float, settings: dict[str, Any], grows: bool) -
     return rows, columns
 
 
+def most_in_slice(cells: int) -> int:
+    """Squares of side ``factor`` in the largest that ``sliced`` gives, with ``cells`` of them in a row of a square: one
+    that has so many rows is at most so long that these are rounded up to it."""
+    longest = MOST_RATIO**0.5
+    ends = (min(longest, cells / (rows - 0.5)) if rows > 1 else longest for rows in range(1, cells + 1))
+    return max(int(rows * (cells * end + 0.5)) for rows, end in enumerate(ends, 1))
+
+
 def best_pinpoint(height: int, width: int, settings: dict[str, Any]) -> tuple[int, int]:
     """The size, of those that a model has, that keeps most of an image's pixels and wastes fewest (LLaVA-NeXT)."""
 

@@ -26,6 +26,7 @@ from octavo.images.processors import (
     in_two_views,
     in_views,
 )
+from octavo.images.resizing import most_in_slice
 
 logger = logging.getLogger(__name__)
 
@@ -209,8 +210,9 @@ def _minicpm(config: Mapping[str, Any], given: Mapping[str, Any]) -> ImageProces
     patch = int(given.get("patch_size") or config["vision_config"].get("patch_size") or 14)
     merge = 2 if (given.get("downsample_mode") or config.get("downsample_mode")) == "4x" else 4
     side, factor = int(given.get("scale_resolution") or 448), patch * merge
-    cells = -(-side // factor)
-    settings = {"rule": "slices", "side": side, "factor": factor, "tokens": max(cells * (cells + 1), 15 * cells) + 3}
+    if (cells := -(-side // factor)) > 1024:
+        raise ValueError(f"scale_resolution is {side}")
+    settings = {"rule": "slices", "side": side, "factor": factor, "tokens": most_in_slice(cells) + 3}
     settings |= {"most": int(given.get("max_slice_nums") or 9) if given.get("slice_mode") is not False else 1}
     token = int(config.get("image_token_id") or config[TOKENS]["<|image_pad|>"])
     texts = {number: text for text, number in config[TOKENS].items()}

@@ -13,6 +13,7 @@ from octavo.engine.proposer import Proposal
 from octavo.engine.scheduler import Scheduler
 from octavo.engine.sequence_images import ImageSettings
 from octavo.engine.speculation import Speculation
+from octavo.errors import InvalidParameter
 from octavo.steps.limits import StateSize
 from octavo.types import ImageInput, Request, Sequence
 from tests.engine.making import make_request, run_to_end, serve, tokens_of
@@ -269,6 +270,13 @@ def test_snapshots_and_images_together_leave_tokens_for_every_step(
     are_cut = any(of.start < end < of.start + of.num_tokens for seq, end in ends for of in seq.request.images)
     assert are_cut != is_bidirectional
     assert snapshots(engine)
+
+
+def test_what_attends_to_itself_is_no_longer_than_a_chunk() -> None:
+    """Which may be an image and words, where all of a prompt does."""
+    engine, _ = made(images=ImageSettings(600, 0, True, longest=20))
+    with pytest.raises(InvalidParameter, match="An image, with the words that attend to it, may have 20 tokens; one"):
+        serve(engine, [with_images(0, [30, words(3)])])
 
 
 def test_turns_that_add_an_image_begin_where_the_last_one_ended_less_an_interval() -> None:

@@ -43,8 +43,10 @@ from octavo.images.processors import (
     PreparedImage,
     place_of,
 )
-from octavo.images.resizing import ImageRefused
+from octavo.images.resizing import ImageRefused, most_in_slice, sliced
 from octavo.images.tiling import size_of, tiled
+from octavo.text.chat_template import ChatTemplate
+from octavo.text.conversation import Conversation
 from tests.tiers import nightly_after, one_in
 
 AREA = {"rule": "area", "factor": 28, "least": 56 * 56, "most": 28 * 28 * 40, "resample": 3, "most_pixels": 10**6}
@@ -349,3 +351,55 @@ def test_a_vocabulary_without_the_tokens_of_tiles_has_no_images(
     (folder / "tokenizer.json").unlink()
     assert read_processor(folder) is None
     assert "images are refused: the vocabulary has no <|img_row_1_col_1|>" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("changes", "preprocessor"),
+    [
+        ({"vision_config": {"patch_size": 0}}, {}),
+        ({"vision_config": "x"}, {}),
+        ({"vision_config": {"patch_size": float("inf")}}, {}),
+        ({"architectures": ["Qwen3VLForConditionalGeneration"]}, {"size": 3}),
+        ({}, {"image_mean": 3}),
+        ({"architectures": {"a": 1}}, {}),
+    ],
+)
+def test_wrong_types_are_errors_of_the_checkpoint(
+    changes: dict[str, Any], preprocessor: dict[str, Any], tmp_path: Path
+) -> None:
+    folder = folder_of("InternVLForConditionalGeneration", tmp_path)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | changes))
+    (folder / "preprocessor_config.json").write_text(json.dumps(preprocessor))
+    with pytest.raises(CheckpointError, match="the image processor cannot be read"):
+        read_processor(folder)
+
+
+def test_the_texts_of_omni_are_those_of_its_vocabulary(tmp_path: Path) -> None:
+    """Its template writes them, where Qwen2.5-VL has others for the same ids."""
+    texts = {"<|vision_bos|>": 151_652, "<|vision_eos|>": 151_653, "<|IMAGE|>": 151_655}
+    tokenizer = {"added_tokens": [{"content": text, "id": number} for text, number in texts.items()]}
+    thinker = {"image_token_index": 151_655, "vision_config": {"hidden_size": 64}}
+    config = {"architectures": ["Qwen2_5OmniModel"], "thinker_config": thinker}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer))
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    processor = read_processor(tmp_path)
+    assert processor is not None
+    template = ChatTemplate(
+        "{% for message in messages %}{% if message.content is string %}{{ message.content }}{% else %}"
+        "{% for part in message.content %}{% if part.type == 'image' %}<|vision_bos|><|IMAGE|><|vision_eos|>"
+        "{% else %}{{ part.text }}{% endif %}{% endfor %}{% endif %}{% endfor %}"
+    )
+    content = [{"type": "image_url", "image_url": {"url": "data:,"}}, {"type": "text", "text": "Look"}]
+    form = processor.image_text
+    prompt = Conversation([{"role": "user", "content": content}], template, image_text=form).prompt()
+    assert prompt.text == "<|vision_bos|><|IMAGE|><|vision_eos|>Look"
+    assert (prompt.images, form.alone) == ((0,), "<|vision_bos|><|IMAGE|><|vision_eos|>")
+
+
+@pytest.mark.parametrize(("factor", "side"), [(56, 448), (28, 448), (28, 450), (28, 1000), (64, 100)])
+def test_no_slice_has_more_tokens_than_its_bound(factor: int, side: int) -> None:
+    settings = {"side": side, "factor": factor}
+    sizes = [sliced(*pair, settings, grows=True) for n in range(1000, 200_001, 50) for pair in ((1000, n), (n, 1000))]
+    largest = max(rows * columns for rows, columns in sizes) // factor**2
+    assert largest <= most_in_slice(-(-side // factor)) <= 1.3 * largest
