@@ -244,7 +244,7 @@ def _write_gemma4(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
         getattr(writer, f"add_rope_dimension_count{add}")(count)
     writer.add_sliding_window(config["sliding_window"])
     writer.add_sliding_window_pattern(windowed)
-    writer.add_scaled_kv_layers(shared)
+    writer.add_shared_kv_layers(shared)
     writer.add_embedding_length_per_layer_input(config["hidden_size_per_layer_input"] or 0)
     if config.get("final_logit_softcapping"):
         writer.add_final_logit_softcapping(config["final_logit_softcapping"])
