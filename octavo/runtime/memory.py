@@ -184,13 +184,8 @@ def plan_memory(
     )
     block_size = num_parts * _size_of_block(settings.cache.block_size or DEFAULTS[device].block_size, device)
     max_model_len = _longest_asked(settings, model)
-    activations = _activation_bytes(model, max_num_batched_tokens, dtype, num_ranks, num_parts)
-    if device == GPU:
-        batch_sizes = max_num_seqs, max_num_batched_tokens, max_model_len
-        activations += _copy_bytes(model, dtype, weights) + _scratch_bytes(model, dtype, num_ranks, *batch_sizes)
-        activations += 0 if num_parts > 1 else model.expanded_bytes(max_model_len, dtype.itemsize, num_ranks)
-    else:  # in float32, what each of a token's experts gives; see sum_over_experts
-        activations += min(max_num_batched_tokens, RESULT_ROWS) * model.num_chosen_experts * model.hidden_size * 4
+    sizes = max_num_seqs, max_num_batched_tokens, max_model_len
+    activations = _work_bytes(model, dtype, device, weights, (num_ranks, num_parts), sizes)
     logits = LOGITS_COPIES * max(max_num_seqs, LOGPROB_ROWS) * model.vocab_size * 4
     specs = rank_cache((*with_routes(model.cache, model.routes), *draft_specs), num_ranks)
     dtypes = dtype, DTYPES[settings.cache.state_dtype], kv_dtype
@@ -395,6 +390,26 @@ def _check_fit(max_model_len: int, kept: int, num_blocks: int, block_size: int, 
             f"lower max_model_len (now {max_model_len}; {max(room // per_block, 0) * block_size} would fit), "
             "num_kv_blocks or kv_cache_memory"
         )
+
+
+def _work_bytes(
+    model: ModelConfig,
+    dtype: torch.dtype,
+    device: str,
+    weights: Mapping[str, int],
+    ranks: tuple[int, int],
+    sizes: tuple[int, int, int],
+) -> int:
+    """Bytes that a step takes beside logits and caches.
+
+    ``ranks``: their number, and that of those that divide contexts; ``sizes``: most sequences, tokens, and a context.
+    """
+    (num_ranks, num_parts), (_, num_tokens, max_model_len) = ranks, sizes
+    activations = _activation_bytes(model, num_tokens, dtype, num_ranks, num_parts)
+    if device != GPU:  # in float32, what each of a token's experts gives; see sum_over_experts
+        return activations + min(num_tokens, RESULT_ROWS) * model.num_chosen_experts * model.hidden_size * 4
+    activations += _copy_bytes(model, dtype, weights) + _scratch_bytes(model, dtype, num_ranks, *sizes)
+    return activations + (0 if num_parts > 1 else model.expanded_bytes(max_model_len, dtype.itemsize, num_ranks))
 
 
 def _activation_bytes(
