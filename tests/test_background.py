@@ -24,7 +24,8 @@ def loop():
 def wait_for_a_sleeper():
     from types import SimpleNamespace
     from octavo.engine.step_runner import StepRunner
-    runner = StepRunner(SimpleNamespace(send=lambda message: SimpleNamespace(wait=lambda: None)), None)
+    send = lambda message: SimpleNamespace(wait=lambda: None)
+    runner = StepRunner(SimpleNamespace(send=send, runs_ahead=False), None)
     runner.sleep()
     runner.send(None)
 

@@ -316,7 +316,9 @@ def test_the_file_of_the_default_model_is_read(default_model_path: Path) -> None
     assert run(engine, asked)[0][:4] == run(own, asked)[0][:4]
 
 
-@pytest.mark.parametrize(("family", "cache"), [("helium", "the paged KV cache"), ("openai-gpt", "a cache of its own")])
+@pytest.mark.parametrize(
+    ("family", "cache"), [("diffllama", "the paged KV cache"), ("openai-gpt", "a cache of its own")]
+)
 def test_the_command_says_how_a_model_is_served(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], family: str, cache: str
 ) -> None:

@@ -132,7 +132,7 @@ def test_steps_of_gpus(family: tuple[str, Path, PreTrainedModel], monkeypatch: p
             steps.extend([message] if isinstance(message, Step) and message.num_seqs else [])
             return super().send(message)
 
-    def on_stream(*args: Any, forward: Any, logits: Any, vocabulary: Any, **parts: Any) -> StreamExecutor:
+    def on_stream(*args: Any, forward: Any, logits: Any, vocabulary: Any, link: None, **parts: Any) -> StreamExecutor:
         return Noting(*args, **parts)
 
     monkeypatch.setattr(build_executor, "HostExecutor", on_stream)

@@ -129,7 +129,7 @@ class Endless:
 
 def test_other_ranks_do_not_wait_for_what_is_compiled_in_the_background() -> None:
     class Compiler:
-        runs_ahead = False
+        num_ahead = 0
 
         def send(self, message: Message) -> Reply[Any]:
             return Endless() if isinstance(message, Compile) else Done(None)
