@@ -7,6 +7,9 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+from torch import Tensor
+
+from octavo.layers.linear import Linear
 from octavo.layers.recurrent import KimiDelta
 from octavo.layers.rotary import ProportionalRope
 from octavo.models import mixtral
@@ -20,6 +23,7 @@ from octavo.models.linear_parts import MatrixRows
 from octavo.models.loader import WeightLoader
 from octavo.models.parts import DecoderConfig, Names
 from octavo.models.qwen3_next import DeltaSizes, delta_heads
+from octavo.ops.gated_delta import DeltaHeads
 from octavo.quant.stored.shard import Section
 
 NAMES = {
@@ -61,21 +65,27 @@ class KimiLinearConfig(DeepseekConfig):
     delta: DeltaSizes
 
 
+def load_projected(
+    config: KimiLinearConfig, weights: WeightLoader, name: str, others: Mapping[str, Section]
+) -> tuple[Linear, Tensor, DeltaHeads]:
+    """One map to queries, keys, values, the strengths of updates and ``others``, which lead to decays and gates; the
+    weights of the convolution over the first three [W, C]; and the heads."""
+    sizes = config.delta
+    parts = {**dict(zip("qkv", sizes.channels, strict=True)), "b": Section(sizes.num_heads, sizes.num_heads), **others}
+    rows = [MatrixRows(f"{name}.{part}_proj", [own]) for part, own in parts.items()]
+    conv_WC = weights.convs([f"{name}.{part}_conv1d" for part in "qkv"], sizes.channels, sizes.width)
+    heads = delta_heads(sizes, weights, name, config.norm_eps, "o_norm", decays_of_head=sizes.key_dim)
+    return weights.fused(rows, config.hidden_size), conv_WC, heads._replace(gate="sigmoid")
+
+
 class KimiLinearLayer(HybridLayer, DeepseekLayer):
     def load_recurrence(self, config: DecoderConfig, weights: WeightLoader, prefix: str) -> Recurrence:
         assert isinstance(config, KimiLinearConfig)
         D, sizes, name = config.hidden_size, config.delta, f"{prefix}.self_attn"
         N, K = sizes.num_heads, sizes.key_dim
-        parts = dict(zip("qkv", sizes.channels, strict=True)) | {
-            "b": Section(N, N),
-            "f_a": Section(K, 1),
-            "g_a": Section(K, 1),
-        }
-        projections = weights.fused([MatrixRows(f"{name}.{part}_proj", [own]) for part, own in parts.items()], D)
-        conv_WC = weights.convs([f"{name}.{part}_conv1d" for part in "qkv"], sizes.channels, sizes.width)
+        narrow = dict.fromkeys(("f_a", "g_a"), Section(K, 1))
+        projections, conv_WC, heads = load_projected(config, weights, name, narrow)
         decays, gates = (weights.column(f"{name}.{part}_b_proj", N * K, K, num_heads=N) for part in "fg")
-        heads = delta_heads(sizes, weights, name, config.norm_eps, "o_norm", decays_of_head=K)
-        heads = heads._replace(gate="sigmoid")
         self.o_proj = weights.row(f"{name}.o_proj", D, sizes.values)
         return KimiDelta(self.input_norm, projections, conv_WC, (decays, gates), K, heads)
 

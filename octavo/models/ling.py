@@ -17,12 +17,11 @@ from octavo.models.decoder import Decoder, read_decoder
 from octavo.models.deepseek import DeepseekLayer, read_deepseek
 from octavo.models.hybrid import LINEAR, HybridLayer, Recurrence
 from octavo.models.kimi_linear import NAMES as KEYS
-from octavo.models.kimi_linear import KimiLinearConfig
-from octavo.models.linear_parts import MatrixRows
+from octavo.models.kimi_linear import KimiLinearConfig, load_projected
 from octavo.models.loader import WeightLoader
 from octavo.models.moe import read_dense_first, read_experts, read_sigmoid_routing
 from octavo.models.parts import DecoderConfig, ExpertsPart, GatePart, HeadNorm, Names
-from octavo.models.qwen3_next import DeltaSizes, delta_heads
+from octavo.models.qwen3_next import DeltaSizes
 from octavo.ops.moe import Routing
 from octavo.quant.stored.shard import Section
 
@@ -81,17 +80,10 @@ class BailingHybridLayer(HybridLayer, DeepseekLayer):
         assert isinstance(config, BailingHybridConfig)
         D, sizes, name = config.hidden_size, config.delta, f"{prefix}.attention"
         N, K = sizes.num_heads, sizes.key_dim
-        parts = dict(zip("qkv", sizes.channels, strict=True)) | {
-            "b": Section(N, N),
-            "f": Section(N * K, N),
-            "g": Section(sizes.values, N),
-        }
-        projections = weights.fused([MatrixRows(f"{name}.{part}_proj", [own]) for part, own in parts.items()], D)
-        conv_WC = weights.convs([f"{name}.{part}_conv1d" for part in "qkv"], sizes.channels, sizes.width)
-        heads = delta_heads(sizes, weights, name, config.norm_eps, "o_norm", decays_of_head=K)
-        heads = heads._replace(gate="sigmoid", lowest=config.lowest)
+        others = {"f": Section(N * K, N), "g": Section(sizes.values, N)}
+        projections, conv_WC, heads = load_projected(config, weights, name, others)
         self.o_proj = weights.row(f"{prefix}.{config.names.output}", D, sizes.values)
-        return KimiDelta(self.input_norm, projections, conv_WC, None, 0, heads)
+        return KimiDelta(self.input_norm, projections, conv_WC, None, 0, heads._replace(lowest=config.lowest))
 
 
 class BailingHybridForCausalLM(Decoder):
