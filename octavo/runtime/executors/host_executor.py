@@ -5,8 +5,10 @@ Shapes: S sequences.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections import deque
+from collections.abc import Iterator
 from typing import Any
 
 import msgspec
@@ -143,19 +145,16 @@ class HostExecutor:
         return Done(None)
 
     def _step(self, message: Step) -> Reply[StepResult]:
+        if self._link is not None:
+            with _ending_ranks(message), torch.inference_mode():
+                return self._begin_stage(message, self._link)
         try:
             with torch.inference_mode():
-                if self._link is None:
-                    return Done(self._finish(message, self._begin(message)))
-                return self._begin_stage(message, self._link)
-        except (WorkerLost, RanksLost):
+                return Done(self._finish(message, self._begin(message)))
+        except (WorkerLost, RanksLost, *CANCELLATIONS):
             raise  # with all blocks: there is nothing to go on with
-        except CANCELLATIONS:
-            raise
         except BaseException as error:
             logger.exception("a forward pass of %d sequences failed", message.num_seqs)
-            if self._link is not None:  # other stages wait for its output
-                raise RanksLost(f"the forward pass failed: {type(error).__name__}: {error}") from error
             self._state.forget_results(batch_indices(message, self._num_groups))
             return FailedReply(RunnerError(f"the forward pass failed: {type(error).__name__}: {error}"))
 
@@ -194,18 +193,10 @@ class HostExecutor:
             self.finish_first()
 
     def finish_stage(self, message: Step, begun: BegunStep) -> StepResult:
-        """Finish the oldest step that was begun. Raises ``RanksLost`` if that fails: other stages go on from it."""
+        """Finish the oldest step that was begun. Raises ``RanksLost`` if that fails."""
         assert self._link is not None
-        try:
-            with torch.inference_mode():
-                return self._finish(message, begun._replace(x_TD=self._link.finish(begun.x_TD)))
-        except (WorkerLost, RanksLost):
-            raise
-        except CANCELLATIONS:
-            raise
-        except BaseException as error:
-            logger.exception("a step of %d sequences failed", message.num_seqs)
-            raise RanksLost(f"a step failed: {type(error).__name__}: {error}") from error
+        with _ending_ranks(message), torch.inference_mode():
+            return self._finish(message, begun._replace(x_TD=self._link.finish(begun.x_TD)))
 
     def _finish(self, message: Step, begun: BegunStep) -> StepResult:
         computed = self._program.finish(begun)
@@ -223,6 +214,19 @@ class HostExecutor:
         if self._forward is not None and not has_adapters:
             return self._forward(token_ids_T, positions_T, rows)
         return self._model.forward(token_ids_T, positions_T, self._layers, rows)
+
+
+@contextlib.contextmanager
+def _ending_ranks(message: Step) -> Iterator[None]:
+    """What fails in this block ends the ranks, as other stages wait for its output, or go on from it. Raises
+    ``RanksLost``."""
+    try:
+        yield
+    except (WorkerLost, RanksLost, *CANCELLATIONS):
+        raise
+    except BaseException as error:
+        logger.exception("a step of %d sequences failed", message.num_seqs)
+        raise RanksLost(f"a step failed: {type(error).__name__}: {error}") from error
 
 
 class StageReply:
