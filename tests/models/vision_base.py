@@ -31,7 +31,18 @@ TEXT = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
-
+ROPE = {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": [2, 3, 3]}
+HYBRID_TEXT = {
+    **TEXT,
+    "head_dim": 32,
+    "rope_parameters": {**ROPE, "partial_rotary_factor": 0.5, "mrope_interleaved": True},
+    "layer_types": ["linear_attention", "full_attention"] * 2,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+}
+"""Of Qwen3.5: recurrent state in every other layer."""
 
 SMALL_TOWER = {
     "hidden_size": 32,
@@ -49,7 +60,6 @@ PIXTRAL_VISION = {
     "num_attention_heads": 2,
     "patch_size": 14,
 }
-ROPE = {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": [2, 3, 3]}
 QWEN_SIZE = {"shortest_edge": 28 * 28 * 4, "longest_edge": 28 * 28 * 30}
 
 

@@ -17,7 +17,7 @@ from transformers import (
     Qwen3OmniMoeThinkerForConditionalGeneration,
 )
 
-from tests.models.vision_base import IMAGE, QWEN_SIZE, ROPE, TEXT, Family, of_grid, written_config
+from tests.models.vision_base import HYBRID_TEXT, IMAGE, QWEN_SIZE, ROPE, TEXT, Family, of_grid, written_config
 
 QWEN3_PROCESSOR = partial(
     Qwen2VLImageProcessorPil,
@@ -134,16 +134,7 @@ QWEN = {
     "qwen3_5": Family(
         "qwen3_5",
         {
-            "text_config": {
-                **TEXT,
-                "head_dim": 32,
-                "rope_parameters": {**ROPE, "partial_rotary_factor": 0.5, "mrope_interleaved": True},
-                "layer_types": ["linear_attention", "full_attention"] * 2,
-                "linear_num_key_heads": 2,
-                "linear_num_value_heads": 4,
-                "linear_key_head_dim": 8,
-                "linear_value_head_dim": 8,
-            },
+            "text_config": HYBRID_TEXT,
             "vision_config": QWEN3_VISION,
             "image_token_id": IMAGE,
         },

@@ -34,6 +34,7 @@ from transformers.image_utils import SizeDict
 
 from tests.models.vision_base import (
     HALF,
+    HYBRID_TEXT,
     IMAGE,
     PIXTRAL_VISION,
     QWEN_SIZE,
@@ -425,15 +426,8 @@ TILED = {
         "minicpmv4_6",
         {
             "text_config": {
-                **TEXT,
+                **HYBRID_TEXT,
                 "model_type": "qwen3_5_text",
-                "head_dim": 32,
-                "rope_parameters": {**ROPE, "partial_rotary_factor": 0.5, "mrope_interleaved": True},
-                "layer_types": ["linear_attention", "full_attention"] * 2,
-                "linear_num_key_heads": 2,
-                "linear_num_value_heads": 4,
-                "linear_key_head_dim": 8,
-                "linear_value_head_dim": 8,
             },
             "vision_config": {**SMALL_TOWER, "insert_layer_id": 1},
             "insert_layer_id": 1,
