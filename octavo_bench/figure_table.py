@@ -56,7 +56,7 @@ TABLE: Mapping[tuple[str, Better], str] = {
         ttft itl tpot e2el latency_s ready_s ready_after_s first_answer_s slowest_answer_s median_s answer_asleep
         answer_awake fall_asleep recovery_s finish_s cpu_s octavo_processor_seconds original_processor_seconds""",
     ("µs", "less"): """
-        us microseconds us_a_layer us_by_class busy_us chunks_microseconds rows_microseconds measured_us
+        us microseconds us_a_layer us_by_class busy_us chunks_microseconds rows_microseconds
         front_cpu_us_per_token seen_us_each
         chain_without_us cublas_and_kernels_us cublas_products_us octavo octavo_without_peer_access nccl torch_one_shot
         torch_two_shot octavo_small octavo_one_shot octavo_two_shot""",
@@ -87,7 +87,7 @@ TABLE: Mapping[tuple[str, Better], str] = {
     ("requests/s", "neither"): "first_failed_requests_s offered_requests_s",
     ("GiB", "neither"): "gib budget_gib all_models_gib",
     ("MiB", "neither"): "paged_mib whole_mib",
-    ("µs", "neither"): "ring_us floor_microseconds",
+    ("µs", "neither"): "floor_microseconds",
     ("W", "neither"): "watts",
     ("MHz", "neither"): "mhz",
 }

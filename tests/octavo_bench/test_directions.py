@@ -33,7 +33,7 @@ BETTER_WITH_MORE = _MORE.split()
 _NEITHER = """
     most_used_blocks avg_batch_size max_batch_size_seen avg_memory_utilization peak_memory_utilization
     busy_share first_failed_requests_s offered_requests_s gib budget_gib all_models_gib paged_mib whole_mib
-    ring_us floor_microseconds watts mhz
+    floor_microseconds watts mhz
 """
 NEITHER = _NEITHER.split()
 
