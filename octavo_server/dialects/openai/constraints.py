@@ -15,7 +15,7 @@ import json
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple
 
 from pydantic_core import from_json
 
@@ -23,6 +23,7 @@ from octavo.errors import InvalidParameter
 from octavo.grammar import forms
 from octavo.grammar.forms import FormError, GrammarSource
 from octavo.text.message_format import MessageConstraints, Tool
+from octavo_server.dialects.openai.fields import GenerationFields
 from octavo_server.http.body_decoder import ASKS_NOTHING, exact_float
 from octavo_server.http.errors import UnsupportedParameter, printable
 
@@ -278,23 +279,7 @@ class Constraint(NamedTuple):
     form: GrammarSource
 
 
-class ConstraintFields(Protocol):
-    """The fields of a body that constrain the content."""
-
-    response_format: dict[str, Any] | None
-    structured_outputs: dict[str, Any] | None
-    guided_json: str | dict[str, Any] | None
-    guided_json_object: bool | None
-    guided_regex: str | None
-    guided_choice: list[str] | None
-    guided_grammar: str | None
-    regex: str | None
-    ebnf: str | None
-    grammar: str | None
-    json_schema: str | dict[str, Any] | None
-
-
-def constraint(body: ConstraintFields) -> Constraint | None:
+def constraint(body: GenerationFields) -> Constraint | None:
     """The constraint in ``body``, if any. Raises ``InvalidParameter`` about its field, also if there are two."""
     found = list(_given(body))
     if len(found) > 1:
@@ -308,7 +293,7 @@ def constraint(body: ConstraintFields) -> Constraint | None:
     return found[0] if found else None
 
 
-def _given(body: ConstraintFields) -> Iterator[Constraint]:
+def _given(body: GenerationFields) -> Iterator[Constraint]:
     if body.response_format is not None:
         form = _response_format(body.response_format)
         if form is not None:
@@ -316,7 +301,7 @@ def _given(body: ConstraintFields) -> Iterator[Constraint]:
     if body.structured_outputs:
         yield from _structured_outputs(body.structured_outputs)
     for name in KINDS:
-        value = getattr(body, f"guided_{name}", None)
+        value = getattr(body, f"guided_{name}")
         if value is not None and value is not False:
             yield Constraint(f"guided_{name}", _made(f"guided_{name}", KINDS[name], value))
     for name, kind in OTHER_NAMES.items():

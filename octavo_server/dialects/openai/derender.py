@@ -9,9 +9,8 @@ https://docs.vllm.ai/en/latest/serving/online_serving/derenderer/
 from __future__ import annotations
 
 import asyncio
-import dataclasses
-from collections.abc import Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import msgspec
 from starlette.requests import Request
@@ -100,41 +99,26 @@ class _NoEngine:
         pass
 
 
-class Reading(Protocol):
-    """A request whose answer is read: with it, answers are made of generations."""
-
-    @property
-    def submitted(self) -> ClientRequest: ...
-    @property
-    def prompt_text(self) -> str | None: ...
-
-    def answer(self, generation: Generation) -> ChatAnswer | CompletionAnswer: ...
-
-
-@dataclasses.dataclass(frozen=True)
-class ChatReading:
-    """A conversation."""
+class Reading(NamedTuple):
+    """A request whose answer is read: a conversation, or prompts of completions."""
 
     services: ModelServices
-    body: ChatBody
     submitted: ClientRequest
     prompt_text: str | None
+    answer: Callable[[Generation], ChatAnswer | CompletionAnswer]
+    """Makes the answer of a generation."""
 
-    def answer(self, generation: Generation) -> ChatAnswer:
-        return ChatAnswer(self.services, self.body, generation, chat.tools_of(self.body, self.services))
-
-
-@dataclasses.dataclass(frozen=True)
-class CompletionReading:
-    """Prompts of completions."""
-
-    services: ModelServices
-    body: CompletionBody
-    submitted: ClientRequest
-    prompt_text: str | None = None
-
-    def answer(self, generation: Generation) -> CompletionAnswer:
-        return CompletionAnswer(self.services, self.body, generation)
+    def begun(self, prompts: Sequence[tuple[list[int], int]]) -> Generation:
+        """A generation with choices as ``Admission`` adds them, for each prompt so many."""
+        generation, submitted = Generation(_NoEngine()), self.submitted
+        for ids, count in prompts:
+            prompt = Prompt(ids, self.prompt_text)
+            for _ in range(count):
+                request = EngineRequest(0, ids, submitted.params, max_tokens=0)
+                start = answer_start(submitted.answer_marks, prompt.text)
+                stream = TextStream(self.services.tokenizer, submitted.params, submitted.shown_ids, start)
+                generation.add(GeneratedChoice(generation, len(generation.choices), prompt, request, stream))
+        return generation
 
 
 async def derender_chat(request: Request) -> Response:
@@ -182,11 +166,12 @@ def _chat(body: DerenderChatBody, given: Generated, services: ModelServices, req
     shown = msgspec.structs.replace(
         asked, stream=body.stream, logprobs=num_top is not None, top_logprobs=num_top or 0, logprob_token_ids=[]
     )
-    reading = ChatReading(services, shown, submitted, text)
+    tools = chat.tools_of(shown, services)
+    reading = Reading(services, submitted, text, lambda generation: ChatAnswer(services, shown, generation, tools))
     ids = body.prompt_token_ids or given.prompt_token_ids or []
     if body.stream:
-        return _read_event(reading, services, given, ids, body.prompt_tokens, body.stream_state)
-    return _read_all(reading, services, [given], [ids], [body.prompt_tokens])
+        return _read_event(reading, given, ids, body.prompt_tokens, body.stream_state)
+    return _read_all(reading, [given], [ids], [body.prompt_tokens])
 
 
 def _completion(body: DerenderCompletionBody, services: ModelServices, request: Request) -> dict[str, Any]:
@@ -201,16 +186,16 @@ def _completion(body: DerenderCompletionBody, services: ModelServices, request: 
         answers = [_given(body.generate_chunk, None, True, "")]
     num_top = max((count for given in answers if (count := _num_top(given)) is not None), default=None)
     shown = msgspec.structs.replace(asked, stream=body.stream, logprobs=num_top, echo=False, best_of=None)
-    reading = CompletionReading(services, shown, submitted)
+    reading = Reading(services, submitted, None, lambda generation: CompletionAnswer(services, shown, generation))
     if body.stream:
         state_ids = [each for each in body.prompt_token_ids or [] if isinstance(each, int)]
         count = body.prompt_tokens if isinstance(body.prompt_tokens, int) else None
-        return _read_event(reading, services, answers[0], state_ids, count, body.stream_state)
+        return _read_event(reading, answers[0], state_ids, count, body.stream_state)
     ids = _of_each(body.prompt_token_ids, len(answers), "prompt_token_ids")
     if any(isinstance(each, int) for each in ids):
         raise InvalidParameter("prompt_token_ids", "'prompt_token_ids' must be lists, one for each of the answers.")
     ids = [each or given.prompt_token_ids or [] for each, given in zip(ids, answers, strict=True)]
-    return _read_all(reading, services, answers, ids, _of_each(body.prompt_tokens, len(answers), "prompt_tokens"))
+    return _read_all(reading, answers, ids, _of_each(body.prompt_tokens, len(answers), "prompt_tokens"))
 
 
 def _of_each(given: Any, count: int, name: str) -> list[Any]:
@@ -223,19 +208,15 @@ def _of_each(given: Any, count: int, name: str) -> list[Any]:
 
 def _read_all(
     reading: Reading,
-    services: ModelServices,
     answers: Sequence[Generated],
     prompt_ids: Sequence[list[int]],
     prompt_counts: Sequence[int | None],
 ) -> dict[str, Any]:
     """The whole answer. Raises ``InvalidParameter``."""
-    generation = Generation(_NoEngine())
-    parts = []
-    for given, ids in zip(answers, prompt_ids, strict=True):
-        _check(given, services)
-        prompt = Prompt(ids, reading.prompt_text)
-        parts += sorted(given.choices, key=lambda part: part.index)
-        _add(generation, reading.submitted, services, prompt, len(given.choices))
+    for given in answers:
+        _check(given, reading.services)
+    parts = [part for given in answers for part in sorted(given.choices, key=lambda part: part.index)]
+    generation = reading.begun([(ids, len(given.choices)) for ids, given in zip(prompt_ids, answers, strict=True)])
     answer = reading.answer(generation)
     for choice, part in zip(generation.choices, parts, strict=True):
         _feed(choice, part)
@@ -251,21 +232,19 @@ def _read_all(
 
 def _read_event(
     reading: Reading,
-    services: ModelServices,
     given: Generated,
     prompt_ids: list[int],
     prompt_count: int | None,
     state: StreamState | None,
 ) -> dict[str, Any]:
     """The chunk of one event, and the state for the next one. Raises ``InvalidParameter``."""
-    _check(given, services)
+    _check(given, reading.services)
     if len(given.choices) > 1:
         raise InvalidParameter("generate_chunk", "'generate_chunk' must have at most one choice.")
     state = state or StreamState()
-    _check_ids(state.output_token_ids, services, "stream_state")
-    generation = Generation(_NoEngine())
+    _check_ids(state.output_token_ids, reading.services, "stream_state")
     index = given.choices[0].index if given.choices else 0
-    _add(generation, reading.submitted, services, Prompt(prompt_ids, reading.prompt_text), index + 1)
+    generation = reading.begun([(prompt_ids, index + 1)])
     answer, choice = reading.answer(generation), generation.choices[index]
     if state.role_sent:
         choice.on_output(Output(0, state.output_token_ids, logprobs=[UNKNOWN] * len(state.output_token_ids)))
@@ -305,15 +284,6 @@ def _check_ids(tokens: list[int], services: ModelServices, field: str) -> None:
         raise ContextLengthExceeded(message, param=field)
     if tokens:
         services.admission.check_in_vocabulary((min(tokens), max(tokens)), field)
-
-
-def _add(generation: Generation, submitted: ClientRequest, services: ModelServices, prompt: Prompt, count: int) -> None:
-    """Add choices as ``Admission`` does."""
-    for _ in range(count):
-        request = EngineRequest(0, prompt.tokens, submitted.params, max_tokens=0)
-        start = answer_start(submitted.answer_marks, prompt.text)
-        text_stream = TextStream(services.tokenizer, submitted.params, submitted.shown_ids, start)
-        generation.add(GeneratedChoice(generation, len(generation.choices), prompt, request, text_stream))
 
 
 def _feed(choice: GeneratedChoice, part: GeneratedPart) -> None:

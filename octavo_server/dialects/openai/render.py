@@ -7,7 +7,7 @@ https://docs.vllm.ai/en/latest/serving/online_serving/renderer/
 from __future__ import annotations
 
 import uuid
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 from starlette.requests import Request
@@ -19,20 +19,12 @@ from octavo.sampling_params import OPTIONS
 from octavo_server.admission import ClientRequest
 from octavo_server.dialects.openai import chat, completions
 from octavo_server.dialects.openai.constraints import OWN_KIND
+from octavo_server.dialects.openai.fields import GenerationFields
 from octavo_server.generation import Prompt
 from octavo_server.http.endpoint import Endpoint
 from octavo_server.http.errors import UnsupportedParameter
 from octavo_server.http.sse import json_response
 from octavo_server.services import ModelServices, server_of
-
-
-class RenderedFields(Protocol):
-    """The fields of a body that go with its token ids."""
-
-    model: str
-    stream: bool
-    priority: int
-    cache_salt: str
 
 
 async def render_chat(request: Request) -> Response:
@@ -51,7 +43,7 @@ async def render_completion(request: Request) -> Response:
 
 
 async def generate_bodies(
-    services: ModelServices, submitted: ClientRequest, body: RenderedFields, prefix: str
+    services: ModelServices, submitted: ClientRequest, body: GenerationFields, prefix: str
 ) -> list[dict[str, Any]]:
     """A body for /inference/v1/generate for each prompt. Raises ``RequestError``."""
     prompts = await services.admission.rendered(submitted)
@@ -61,11 +53,11 @@ async def generate_bodies(
     own = {
         "model": services.answering_name(body.model),
         "stream": body.stream,
-        "stream_options": getattr(body, "stream_options", None) if body.stream else None,
+        "stream_options": body.stream_options if body.stream else None,
         "priority": body.priority,
         "cache_salt": body.cache_salt or None,
         "session_id": submitted.session or None,
-        "return_token_ids": getattr(body, "return_token_ids", False),
+        "return_token_ids": body.return_token_ids,
         "features": None,
     }
     return [
