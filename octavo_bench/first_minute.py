@@ -12,7 +12,6 @@ import os
 import random
 import shlex
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -26,8 +25,7 @@ from octavo.errors import ConfigError
 from octavo_bench.dummy_models import model_folder
 from octavo_bench.peer_process import vllm_environment
 from octavo_bench.plot_style import COLOURS, drawing
-from octavo_bench.served_peer import Server
-from octavo_bench.server_process import ServerProcess, free_port
+from octavo_bench.server_process import OCTAVO, Server
 from octavo_bench.stream_reader import Ask, Streamed, completion, read_streams
 from octavo_fleet.sim.shapes import SHAPES
 
@@ -65,16 +63,15 @@ def run(
     flags = ("--load-format", "dummy") if model in SHAPES else ()
     logs = logs or Path(tempfile.mkdtemp(prefix="octavo_logs_"))
     logs.mkdir(parents=True, exist_ok=True)
-    octavo = (sys.executable, "-m", "octavo", "serve", str(folder), *flags, *shlex.split(octavo_args))
-    theirs = ("-m", "vllm.entrypoints.openai.api_server", "--model", str(folder), *flags, *shlex.split(vllm_args))
     rows = []
     with tempfile.TemporaryDirectory(prefix="octavo_caches_") as empty:
         caches = {"OCTAVO_CACHE_DIR": f"{empty}/octavo", "TRITON_CACHE_DIR": f"{empty}/triton"}
-        own = Server(octavo, "/ready", {**os.environ, **caches})
+        command = (*OCTAVO, str(folder), *flags, *shlex.split(octavo_args))
+        own = Server(command, env={**os.environ, **caches})
         cases = [(f"octavo, start {number}", own) for number in range(1, starts + 1)]
         if vllm is not None:
             env = {**vllm_environment(python_path), "VLLM_CACHE_ROOT": f"{empty}/vllm", **caches}
-            cases.append(("vllm", Server((vllm, *theirs), "/health", env)))
+            cases.append(("vllm", Server.of_vllm(vllm, [str(folder), *flags, *shlex.split(vllm_args)], env)))
         for number, (case, server) in enumerate(cases):
             rows.append({"case": case, **measure(server, model, load, logs / f"{number}.log")})
             keep({"model": model, "rows": rows})
@@ -83,14 +80,11 @@ def run(
 
 def measure(server: Server, model: str, load: FirstMinute, log: Path) -> dict[str, Any]:
     """Start a server, load it from its first ready second on, stop it. Raises ``ConfigError`` if it fails."""
-    port = free_port()
-    url = f"http://127.0.0.1:{port}"
-    command = [*server.command, "--host", "127.0.0.1", "--port", str(port), "--served-model-name", model]
     started = time.perf_counter()
-    with ServerProcess(command, url, server.ready_path, log, server.env) as process:
+    with server.start("--served-model-name", model, log=log) as process:
         ready = process.wait_ready(START_SECONDS)
         try:
-            answers = _load(port, model, load)
+            answers = _load(process.port, model, load)
         except RuntimeError as error:
             raise ConfigError(f"the load failed: {error}; see {log}") from None
     return {"ready_s": round(ready, 2), **figures_of(answers, started + ready, load.seconds)}

@@ -24,10 +24,9 @@ from typing import Any, NamedTuple
 from octavo.config import cache_dir
 from octavo_bench.dummy_models import model_folder
 from octavo_bench.paced_engine import MAX_MODEL_LEN, MAX_NUM_SEQS
-from octavo_bench.server_process import ServerProcess, free_port
+from octavo_bench.server_process import Server, ServerProcess, free_port, serve_octavo
 from octavo_bench.stream_reader import Ask, Streamed, completion, read_streams, with_key
 
-READY_SECONDS = 300.0
 START_SECONDS = 0.3
 """After which others come."""
 INSTANT_TOKENS = 1000
@@ -93,8 +92,7 @@ def schemas(rate: float, seconds: float, seed: int) -> Iterator[Ask]:
 class FrontProcess:
     """A process that serves streams of an engine that is a clock, and what it used so far."""
 
-    def __init__(self, port: int, server: ServerProcess, has_journal: bool = False) -> None:
-        self.port = port
+    def __init__(self, server: ServerProcess, has_journal: bool = False) -> None:
         self.server = server
         self.has_journal = has_journal
         """Whether requests have idempotency keys, with which they are written to a journal."""
@@ -106,33 +104,28 @@ class FrontProcess:
         port = free_port()
         command = [sys.executable, "-m", "octavo_bench.front_process", str(port), str(step_ms), str(model)]
         command += [journal] if journal else []
-        return cls(port, ServerProcess(command, f"http://127.0.0.1:{port}"), journal is not None)
+        return cls(ServerProcess(command, f"http://127.0.0.1:{port}"), journal is not None)
 
     @classmethod
     def of_proxy(cls, upstream: FrontProcess) -> FrontProcess:
         """Octavo's proxy, before a server that runs already."""
-        port = free_port()
-        options = f"--backend openai --upstream {upstream.server.url} --port {port} --log-level error"
-        command = [sys.executable, "-m", "octavo", "serve", *options.split()]
-        return cls(port, ServerProcess(command, f"http://127.0.0.1:{port}"))
+        return cls(serve_octavo("--backend", "openai", "--upstream", upstream.server.url, "--log-level", "error"))
 
     @classmethod
     def of_vllm(cls, step_ms: float, model: Path, python: str) -> FrontProcess:
         """vLLM's, before a paced executor of its own; ``python`` is an interpreter that has it."""
-        port = free_port()
         settings = f"""--served-model-name {MODEL_NAME} --load-format dummy --max-model-len {MAX_MODEL_LEN}
             --max-num-seqs {MAX_NUM_SEQS} --max-num-batched-tokens 8192 --no-enable-prefix-caching
             --disable-uvicorn-access-log --no-enable-log-requests --disable-log-stats
             --distributed-executor-backend {PACED_VLLM}"""
-        command = [python, "-m", "vllm.entrypoints.cli.main", "serve", str(model), "--port", str(port)]
+        command = (python, "-m", "vllm.entrypoints.cli.main", "serve", str(model), *settings.split())
         root = str(Path(__file__).parents[1])
         env = {**os.environ, "PYTHONPATH": root, STEP_VARIABLE: str(step_ms), "HF_HUB_OFFLINE": "1"}
-        url = f"http://127.0.0.1:{port}"
-        return cls(port, ServerProcess([*command, *settings.split()], url, "/health", log=Path(os.devnull), env=env))
+        return cls(Server(command, "/health", env).start(log=Path(os.devnull)))
 
     def __enter__(self) -> FrontProcess:
-        self.server.wait_ready(READY_SECONDS)
-        read_streams(self.port, [Ask(0.0, completion("Once upon a time", 20, model=MODEL_NAME))] * 4)
+        self.server.wait_ready()
+        read_streams(self.server.port, [Ask(0.0, completion("Once upon a time", 20, model=MODEL_NAME))] * 4)
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -145,7 +138,7 @@ class FrontProcess:
         if self.has_journal:
             asks = [Ask(0.0, with_key(ask.body, f"{pid}-{next(self._keys)}")) for ask in asks]
         before, start = cpu_seconds(pid), time.perf_counter()
-        answers = read_streams(self.port, [*asks, *others])
+        answers = read_streams(self.server.port, [*asks, *others])
         used, seconds = cpu_seconds(pid) - before, time.perf_counter() - start
         watched = [one for one in answers if one.ask.watched]
         total = streams * tokens

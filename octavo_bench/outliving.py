@@ -12,7 +12,6 @@ import os
 import random
 import signal
 import sqlite3
-import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -25,7 +24,7 @@ from octavo.cache.tiers import INDEX
 from octavo_bench.chaos.processes import session
 from octavo_bench.chaos.tiny_model import write_tiny_model
 from octavo_bench.dummy_models import write_weights
-from octavo_bench.server_process import ServerProcess, free_port
+from octavo_bench.server_process import OCTAVO, ServerProcess, free_port
 
 SECONDS = 1200.0
 FIRST_TOKEN, LAST_TOKEN = 100, 900
@@ -52,7 +51,7 @@ class Outliving:
         self._url = f"http://127.0.0.1:{port}"
         own = ["--port", str(port), "--enable-sleep-mode", "--kv-offload-dir", str(self._folder), "--quiet"]
         takeover = ["--takeover-socket", str(folder / "takeover")]
-        self._command = [sys.executable, "-m", "octavo", "serve", model, *flags, *own, *takeover]
+        self._command = [*OCTAVO, model, *flags, *own, *takeover]
 
     def start(self) -> ServerProcess:
         server = ServerProcess(self._command, self._url)

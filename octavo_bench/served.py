@@ -4,7 +4,6 @@ from `octavo serve` to ready, and to the first token."""
 from __future__ import annotations
 
 import statistics
-import sys
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -15,10 +14,8 @@ from octavo.cli.settings import setting_flags
 from octavo.config import EngineConfig
 from octavo_bench.offline import OfflineBench, bench_config, random_requests
 from octavo_bench.report import spreads
-from octavo_bench.server_process import ServerProcess, free_port
+from octavo_bench.server_process import serve_octavo
 from octavo_bench.stream_reader import Ask, Streamed, completion, read_streams
-
-READY_SECONDS = 300.0
 
 
 def measure(config: EngineConfig, sequences: Sequence[int], prompt: int, decode: int, rounds: int) -> dict[str, Any]:
@@ -27,10 +24,9 @@ def measure(config: EngineConfig, sequences: Sequence[int], prompt: int, decode:
     Both count only while all sequences decode. The client, and the server's front, share this machine's processors.
     """
     config = bench_config(config, sequences)
-    ours, port, rows = OfflineBench(config), free_port(), list[dict[str, Any]]()
-    command = [sys.executable, "-m", "octavo", "serve", config.model.model, "--port", str(port), *setting_flags(config)]
-    with ServerProcess(command, f"http://127.0.0.1:{port}") as server:
-        server.wait_ready(READY_SECONDS)
+    ours, rows = OfflineBench(config), list[dict[str, Any]]()
+    with serve_octavo(config.model.model, *setting_flags(config)) as server:
+        server.wait_ready()
         for count in sequences:
             slack = -(-count * prompt // ours.info.max_num_batched_tokens) + 2
             pairs = []
@@ -38,7 +34,7 @@ def measure(config: EngineConfig, sequences: Sequence[int], prompt: int, decode:
                 asked = random_requests(count, prompt, decode + slack, ours.info.vocab_size, 0, turn)
                 asks = [Ask(0.0, completion(request.prompt_tokens, request.max_tokens)) for request in asked]
                 inside = ours.run(count, prompt, decode)["decode_tok_s"]
-                pairs.append((inside, decode_rate(read_streams(port, asks), decode + slack)))
+                pairs.append((inside, decode_rate(read_streams(server.port, asks), decode + slack)))
             inside, outside = (statistics.median(column) for column in zip(*pairs[1:], strict=True))
             row = {
                 "sequences": count,
@@ -66,11 +62,9 @@ TIMEOUT = 300.0
 
 def start_once(arguments: Sequence[str]) -> dict[str, float]:
     """Start a server, wait until it is ready, ask for one token, stop it. All in seconds from the start."""
-    port = free_port()
-    command = [sys.executable, "-m", "octavo", "serve", "--port", str(port), *arguments]
     start = time.perf_counter()
-    with ServerProcess(command, f"http://127.0.0.1:{port}") as server:
-        ready = server.wait_ready(TIMEOUT)
+    with serve_octavo(*arguments) as server:
+        ready = server.wait_ready()
         body = {"prompt": [1, 2, 3], "max_tokens": 1}
         httpx.post(server.url + "/v1/completions", json=body, timeout=TIMEOUT).raise_for_status()
         return {"ready_s": ready, "first_answer_s": time.perf_counter() - start}

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from octavo.errors import ConfigError
 from octavo_bench.figure_table import meaning
@@ -23,7 +23,7 @@ from octavo_bench.gpu_watch import GpuWatch
 from octavo_bench.peer_process import Clients, share
 from octavo_bench.report import portable_command
 from octavo_bench.serve_load import ServeWork, Target
-from octavo_bench.server_process import ServerProcess, free_port
+from octavo_bench.server_process import READY_SECONDS, Server
 from octavo_fleet.sim.closed_loops import WORKLOADS, ClosedLoopSpec, warm_up
 from octavo_fleet.sim.closed_loops import named_workloads as named_loops
 
@@ -47,18 +47,9 @@ PATHS = "model_id", "tokenizer_id"
 STEADY_SECONDS = 7.0
 """Shortest run whose energy is told: power is read once a second, and a run's edges are not what it takes."""
 
-START_SECONDS = 300.0
 RESERVE_SECONDS = 20.0
 """Least time left in which a run whose length is not known yet is started."""
 WARM_UP_SEED = 1000
-
-
-class Server(NamedTuple):
-    """How one engine's server is started: ``--host``, ``--port`` and ``--served-model-name`` are added."""
-
-    command: tuple[str, ...]
-    ready_path: str
-    env: Mapping[str, str] | None = None
 
 
 def client_arguments(load: ClosedLoopSpec, url: str, model: Path, seed: int) -> list[str]:
@@ -131,19 +122,16 @@ class ServedComparison:
 
     def _start(self, engine: str, running: contextlib.ExitStack) -> str:
         """Start a server, which ends with ``running``; returns its URL when it is ready. Raises ``ConfigError``."""
-        server, port = self.servers[engine], free_port()
-        url = f"http://127.0.0.1:{port}"
-        names = ("--host", "127.0.0.1", "--port", str(port), "--served-model-name", self.model.name)
-        note: dict[str, Any] = {"engine": engine, "command": portable_command([*server.command, *names])}
+        note: dict[str, Any] = {"engine": engine}
         self.visits.append(note)
         log = self.logs / f"server_{len(self.visits)}_{engine}.log"
         if self._left() < RESERVE_SECONDS:
             raise ConfigError("no time was left")
-        process = ServerProcess([*server.command, *names], url, server.ready_path, log, server.env)
-        running.enter_context(process)
-        note["ready_s"] = round(process.wait_ready(min(START_SECONDS, self._left())), 2)
+        process = self.servers[engine].start("--served-model-name", self.model.name, log=log)
+        note["command"] = portable_command(running.enter_context(process).command)
+        note["ready_s"] = round(process.wait_ready(min(READY_SECONDS, self._left())), 2)
         print(f"{engine}: ready after {note['ready_s']} s", file=sys.stderr)
-        return url
+        return process.url
 
     def _round(self, engine: str, url: str) -> None:
         number = 1 + max((run["round"] for run in self.runs if run["engine"] == engine), default=-1)

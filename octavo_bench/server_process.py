@@ -7,17 +7,21 @@ import os
 import signal
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
+from typing import NamedTuple
 
 import httpx
 
 from octavo.errors import ConfigError
 
+READY_SECONDS = 300.0
 STOP_SECONDS = 60.0
 LOG_TAIL = 2000
+OCTAVO = (sys.executable, "-m", "octavo", "serve")
 
 
 def free_port() -> int:
@@ -25,6 +29,30 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
+
+
+class Server(NamedTuple):
+    """How one engine's server is started: the flags of an address are added."""
+
+    command: tuple[str, ...]
+    ready_path: str = "/ready"
+    env: Mapping[str, str] | None = None
+
+    @classmethod
+    def of_vllm(cls, python: str, arguments: Sequence[str], env: Mapping[str, str]) -> Server:
+        """vLLM's, by an interpreter that has it."""
+        return cls((python, "-m", "vllm.entrypoints.openai.api_server", "--model", *arguments), "/health", env)
+
+    def start(self, *more: str, log: Path | None = None) -> ServerProcess:
+        """Start it at a free port of this host, with ``more`` arguments."""
+        port = free_port()
+        command = [*self.command, *more, "--host", "127.0.0.1", "--port", str(port)]
+        return ServerProcess(command, f"http://127.0.0.1:{port}", self.ready_path, log, self.env)
+
+
+def serve_octavo(*arguments: str, log: Path | None = None) -> ServerProcess:
+    """Start ``octavo serve`` at a free port of this host."""
+    return Server((*OCTAVO, *arguments)).start(log=log)
 
 
 class ServerProcess:
@@ -43,6 +71,7 @@ class ServerProcess:
         env: Mapping[str, str] | None = None,
     ) -> None:
         self.url = url
+        self.command = command
         self._ready = url + ready_path
         self._log = log
         self._start = time.perf_counter()
@@ -51,7 +80,11 @@ class ServerProcess:
             err = subprocess.STDOUT if log else None
             self.process = subprocess.Popen(command, stdout=out, stderr=err, env=env, start_new_session=True)
 
-    def wait_ready(self, seconds: float) -> float:
+    @property
+    def port(self) -> int:
+        return int(self.url.rpartition(":")[2])
+
+    def wait_ready(self, seconds: float = READY_SECONDS) -> float:
         """Wait until it is ready; returns the seconds since its start. Raises ``ConfigError`` with its last words."""
         with httpx.Client(timeout=5) as client:  # making one for each question would keep a core busy
             while not self._is_ready(client):

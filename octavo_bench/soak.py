@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
-import sys
 import tempfile
 import time
 from collections import Counter
@@ -20,10 +19,9 @@ import numpy as np
 
 from octavo.errors import ConfigError
 from octavo_bench.chaos.processes import held
-from octavo_bench.server_process import ServerProcess, free_port
+from octavo_bench.server_process import serve_octavo
 from octavo_fleet.proxy.connections import ConnectionFailed, Connections, Headers
 
-START_SECONDS = 120.0
 NUM_SAMPLES = 100
 WARM_UP = 0.4
 """Share of the requests after which the server holds all that it is meant to hold: caches are full, and as much is
@@ -142,15 +140,13 @@ def growth(samples: list[MemorySample]) -> float:
 
 def measure(num_requests: int, num_clients: int, flags: list[str], say: Callable[[str], None]) -> dict[str, Any]:
     """Serve an engine without a model with a journal, ask, and look. Raises ``ConfigError``."""
-    port = free_port()
-    url = f"http://127.0.0.1:{port}"
     with tempfile.TemporaryDirectory(prefix="octavo_soak_") as place:
-        command = [sys.executable, "-m", "octavo", "serve", "--backend", "instant", "--max-num-seqs", "64"]
-        command += ["--port", str(port), "--journal", f"{place}/journal", "--state-dir", f"{place}/state"]
-        command += ["--journal-retention", str(RETENTION_SECONDS), "--log-level", "warning", *flags]
-        with ServerProcess(command, url, log=Path(place) / "log") as server:
-            server.wait_ready(START_SECONDS)
-            soak = Soak(url, server.process.pid, num_requests, num_clients, say)
+        own = ["--backend", "instant", "--max-num-seqs", "64", "--log-level", "warning"]
+        own += ["--journal", f"{place}/journal", "--state-dir", f"{place}/state"]
+        own += ["--journal-retention", str(RETENTION_SECONDS)]
+        with serve_octavo(*own, *flags, log=Path(place) / "log") as server:
+            server.wait_ready()
+            soak = Soak(server.url, server.process.pid, num_requests, num_clients, say)
             try:
                 asyncio.run(soak.run())
             except* ConfigError as failures:

@@ -17,7 +17,6 @@ import dataclasses
 import json
 import random
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -33,7 +32,7 @@ from octavo_bench.dummy_models import model_folder
 from octavo_bench.figure_table import meaning
 from octavo_bench.offline import build_prepared, checked_step, random_requests
 from octavo_bench.report import Say, spread
-from octavo_bench.server_process import ServerProcess, free_port
+from octavo_bench.server_process import serve_octavo
 from octavo_fleet.proxy.connections import Connections, Headers
 
 PUBLISHED: dict[str, dict[str, float]] = {
@@ -223,7 +222,6 @@ def _pressed(config: EngineConfig, sizes: SuiteSizes, rounds: int, limits: dict[
     return [sizes.pressed * sizes.output / one for one in seconds], bench.engine.stats().num_preemptions
 
 
-READY_SECONDS = 300.0
 STEADY_SECONDS = 0.1
 POISSON_RATE = 10.0
 HEADERS: Headers = [(b"content-type", b"application/json")]
@@ -231,12 +229,13 @@ HEADERS: Headers = [(b"content-type", b"application/json")]
 
 def served(config: EngineConfig, sizes: SuiteSizes, rounds: int) -> Iterator[Row]:
     """Start a server, and load it. Raises ``ConfigError``."""
-    port, most = free_port(), max(*sizes.concurrencies, sizes.arrivals)
-    command = [sys.executable, "-m", "octavo", "serve", config.model.model, *setting_flags(config)]
-    command += ["--port", str(port), "--max-num-seqs", str(most)]
+    most = ("--max-num-seqs", str(max(*sizes.concurrencies, sizes.arrivals)))
     with contextlib.ExitStack() as running:
         log = Path(running.enter_context(tempfile.TemporaryDirectory())) / "server.log"
-        running.enter_context(ServerProcess(command, f"http://127.0.0.1:{port}", log=log)).wait_ready(READY_SECONDS)
+        flags = (config.model.model, *setting_flags(config), *most)
+        server = running.enter_context(serve_octavo(*flags, log=log))
+        server.wait_ready()
+        port = server.port
         asyncio.run(_at_once(port, _text("short"), sizes.output, max(sizes.concurrencies), 1))
         for length in PROMPT_WORDS:
             for places in sizes.concurrencies:

@@ -7,13 +7,11 @@ equal. At last, with nothing else to do, every model is asked once while it slee
 
 from __future__ import annotations
 
-import contextlib
 import random
-import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,7 +22,7 @@ from octavo_bench.chaos.tiny_model import write_tiny_model
 from octavo_bench.dummy_models import write_weights
 from octavo_bench.front import text_of
 from octavo_bench.report import spread
-from octavo_bench.server_process import ServerProcess, free_port
+from octavo_bench.server_process import ServerProcess, serve_octavo
 
 TIMEOUT = 300.0
 SAMPLE_SECONDS = 0.05
@@ -50,7 +48,7 @@ def run(
         tiny = write_tiny_model(Path(folder) / "tiny")
         write_weights(tiny)
         named = [str(tiny) if model == "tiny" else model for model in models]
-        flags = ["--kv-cache-memory", str(kv_cache_memory)]
+        flags = ["--kv-cache-memory", str(kv_cache_memory), "--enable-sleep-mode", "--quiet"]
         return measure(named, flags, models_memory_budget, requests, concurrency, rounds)
 
 
@@ -65,12 +63,11 @@ def measure(
         for _ in range(-(-count // len(models)))
     ]
     for model in models:
-        with _serving([model], flags) as server:
-            (name,) = _names(server.url)
+        with serve_octavo(model, *flags) as server, _Client(server) as client:
+            (name,) = client.generates
             names.append(name)
-            with _Client(server.url) as client:
-                alone[name] = _all(client, [(name, each) for each in asked], at_once)[0]
-    with _serving(models, [*flags, "--models-memory-budget", str(budget)]) as server, _Client(server.url) as client:
+            alone[name] = _all(client, [(name, each) for each in asked], at_once)[0]
+    with serve_octavo(*models, *flags, "--models-memory-budget", str(budget)) as server, _Client(server) as client:
         mixed = [(name, number) for name in names for number in range(len(asked))]
         draw.shuffle(mixed)
         mixed = mixed[:count]
@@ -95,26 +92,15 @@ def measure(
     }
 
 
-@contextlib.contextmanager
-def _serving(models: Sequence[str], flags: Sequence[str]) -> Iterator[ServerProcess]:
-    port = free_port()
-    command = [sys.executable, "-m", "octavo", "serve", *models, "--port", str(port), "--enable-sleep-mode", "--quiet"]
-    with ServerProcess([*command, *flags], f"http://127.0.0.1:{port}") as server:
-        server.wait_ready(TIMEOUT)
-        yield server
-
-
-def _names(url: str) -> list[str]:
-    listed = httpx.get(url + "/v1/models", timeout=TIMEOUT).raise_for_status().json()["data"]
-    return [each["id"] for each in listed]
-
-
 class _Client:
-    """Asks a server; models that cannot generate are asked for vectors."""
+    """Asks a server, once it is ready; models that cannot generate are asked for vectors."""
 
-    def __init__(self, url: str) -> None:
-        self.http = httpx.Client(base_url=url, timeout=TIMEOUT)
-        self.generates = {name: self._can_generate(name) for name in _names(url)}
+    def __init__(self, server: ServerProcess) -> None:
+        server.wait_ready()
+        self.http = httpx.Client(base_url=server.url, timeout=TIMEOUT)
+        listed = self.http.get("/v1/models").raise_for_status().json()["data"]
+        self.generates = {each["id"]: self._can_generate(each["id"]) for each in listed}
+        """Whether each model can generate."""
 
     def _can_generate(self, name: str) -> bool:
         shown = self.http.post("/api/show", json={"model": name}).raise_for_status().json()

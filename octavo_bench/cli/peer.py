@@ -141,7 +141,8 @@ def _compare_with_vllm(args: argparse.Namespace) -> dict[str, Any]:
     from octavo_bench.goodput import LIMITS, GoodputSearch, start_clients
     from octavo_bench.peer_process import SCRIPTS, Clients, PeerProcess, share, vllm_environment
     from octavo_bench.serve_figures import parse_goodput
-    from octavo_bench.served_peer import GOODPUT, ServedComparison, Server, named_workloads, parse_visits
+    from octavo_bench.served_peer import GOODPUT, ServedComparison, named_workloads, parse_visits
+    from octavo_bench.server_process import OCTAVO, Server
     from octavo_fleet.sim.closed_loops import WORKLOADS
     from octavo_fleet.sim.shapes import SHAPES
 
@@ -164,11 +165,9 @@ def _compare_with_vllm(args: argparse.Namespace) -> dict[str, Any]:
         *("--dtype", config.model.dtype),
     )
     python, env = str(args.python or sys.executable), vllm_environment(args.python_path)
-    ours = (sys.executable, "-m", "octavo", "serve", str(model), *flags, *shlex.split(args.octavo_args))
-    theirs = (python, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), *flags)
     servers = {
-        "octavo": Server(ours, "/ready"),
-        "vllm": Server((*theirs, *shlex.split(args.vllm_args)), "/health", env),
+        "octavo": Server((*OCTAVO, str(model), *flags, *shlex.split(args.octavo_args))),
+        "vllm": Server.of_vllm(python, [str(model), *flags, *shlex.split(args.vllm_args)], env),
     }
     logs = args.logs or Path(tempfile.mkdtemp(prefix="octavo_logs_"))
     logs.mkdir(parents=True, exist_ok=True)

@@ -17,13 +17,12 @@ from octavo_bench.peer_process import Clients, PeerProcess, share, together
 from octavo_bench.served_peer import (
     FIGURES,
     ServedComparison,
-    Server,
     client_arguments,
     compare,
     named_workloads,
     parse_visits,
 )
-from octavo_bench.server_process import ServerProcess, free_port
+from octavo_bench.server_process import Server, ServerProcess, free_port
 from octavo_fleet.sim.closed_loops import WORKLOADS, warm_up
 
 CLIENT = """
