@@ -29,6 +29,7 @@ from octavo.models.vision.parts import (
     part,
     read_theta,
     turn,
+    turns,
     unpacked,
     whole_numbers,
 )
@@ -36,32 +37,28 @@ from octavo.models.vision.qwen import QwenBlock, QwenConfig
 from octavo.models.vision.sam import Halving, Sam, SamConfig, read_sam, resized
 from octavo.models.vision.tower import Pixels, VisionConfig
 
-SAM_NAMES = (
-    ("sam_model.blocks.", "vision_tower.sam_encoder.layers."),
-    ("sam_model.", "vision_tower.sam_encoder."),
-    ("patch_embed.proj.", "patch_embed.projection."),
-    ("neck.0.", "neck.conv1."),
-    ("neck.1.", "neck.layer_norm1."),
-    ("neck.2.", "neck.conv2."),
-    ("neck.3.", "neck.layer_norm2."),
-    ("net_2.", "proj.conv1."),
-    ("net_3.", "proj.conv2."),
-    (".norm1.", ".layer_norm1."),
-    (".norm2.", ".layer_norm2."),
-)
-OTHER_NAMES = (
-    ("vision_model.", "vision_tower.vision_encoder."),
-    ("qwen2_model.model.model.", "vision_tower.vision_encoder."),
-    ("qwen2_model.query_768.", "vision_tower.query_768_resolution."),
-    ("qwen2_model.query_1024.", "vision_tower.query_1024_resolution."),
-    (".transformer.", ".encoder."),
-    (".layer_norm", ".norm"),
-    (".self_attn.qkv_proj.", ".attn.qkv."),
-    (".self_attn.out_proj.", ".attn.proj."),
-    ("projector.layers.", "multi_modal_projector."),
-    ("view_seperator", "view_separator"),
-)
-"""Parts of names in DeepSeek's repositories, and what is in their place here."""
+OWN_NAMES = {
+    "sam_model.blocks.": "vision_tower.sam_encoder.layers.",
+    "sam_model.": "vision_tower.sam_encoder.",
+    "patch_embed.proj.": "patch_embed.projection.",
+    "neck.0.": "neck.conv1.",
+    "neck.1.": "neck.norm1.",
+    "neck.2.": "neck.conv2.",
+    "neck.3.": "neck.norm2.",
+    "net_2.": "proj.conv1.",
+    "net_3.": "proj.conv2.",
+    "vision_model.": "vision_tower.vision_encoder.",
+    "qwen2_model.model.model.": "vision_tower.vision_encoder.",
+    "qwen2_model.query_768.": "vision_tower.query_768_resolution.",
+    "qwen2_model.query_1024.": "vision_tower.query_1024_resolution.",
+    ".transformer.": ".encoder.",
+    ".layer_norm": ".norm",
+    ".self_attn.qkv_proj.": ".attn.qkv.",
+    ".self_attn.out_proj.": ".attn.proj.",
+    "projector.layers.": "multi_modal_projector.",
+    "view_seperator": "view_separator",
+}
+"""Parts of names in DeepSeek's repositories or in transformers, and what is in their place here."""
 QWEN2: dict[str, Any] = {
     "hidden_size": 896,
     "intermediate_size": 4864,
@@ -121,8 +118,6 @@ class DeepseekOCRTower:
             ffn_size=inner.size("intermediate_size", 4 * width),
             num_heads=inner.size("num_attention_heads", 16),
             patch=inner.size("patch_size", 14),
-            frames=1,
-            merge=1,
             activation=ACTIVATIONS["quick_gelu"],
             ups=("fc1", "fc2"),
             eps=inner.number("layer_norm_eps", 1e-5),
@@ -132,12 +127,7 @@ class DeepseekOCRTower:
             hidden_size=hidden_size, sam=read_sam(sam), sizes=read_channels(sam, width), encoder=encoder
         )
 
-    @staticmethod
-    def own_name(name: str) -> str:
-        """The name in transformers, but that the second encoder's layers have those of Qwen's blocks."""
-        for stored, own in SAM_NAMES if name.startswith("sam_model.") else OTHER_NAMES:
-            name = name.replace(stored, own)
-        return name
+    own_names = OWN_NAMES
 
     def __init__(self, config: DeepseekOCRConfig, weights: WeightLoader) -> None:
         self.config, self.form, name = config, weights.form, "vision_tower.sam_encoder"
@@ -178,12 +168,10 @@ class DeepseekOCRTower:
         """The second encoder's output, without that of the tile's token."""
         places = torch.cat([self.tile_place, resized(self.places, rows, columns).flatten(0, 1)])
         x_BND = torch.cat([self.tile_token.expand(len(x_BND), 1, -1), x_BND], dim=1) + places
-        encoder = self.config.encoder
-        unturned = torch.zeros(x_BND.shape[1], encoder.width // encoder.num_heads, device=x_BND.device)
         found = []
         for x_ND in self.first_norm(x_BND):
             for block in self.blocks:
-                x_ND = block(x_ND, (unturned + 1, unturned))
+                x_ND = block(x_ND, None)
             found.append(x_ND[1:])
         return torch.stack(found)
 
@@ -236,8 +224,6 @@ class DeepseekOCR2Tower(DeepseekOCRTower):
             num_heads=inner.size("num_attention_heads"),
             num_kv_heads=inner.size("num_key_value_heads"),
             patch=1,
-            frames=1,
-            merge=1,
             activation=ACTIVATIONS["silu"],
             eps=inner.number("rms_norm_eps", 1e-6),
         )
@@ -265,12 +251,10 @@ class DeepseekOCR2Tower(DeepseekOCRTower):
     def of_tile(self, x_ND: Tensor) -> Tensor:
         count, encoder = len(x_ND), self.config.encoder
         H = encoder.width // encoder.num_heads
-        places = torch.arange(2 * count, dtype=torch.float32, device=x_ND.device)
-        powers = torch.arange(0, H, 2, dtype=torch.float32, device=x_ND.device) / H
-        whole = (places[:, None] / self.config.theta**powers).repeat(1, 2)
+        angles = turns(torch.arange(2 * count, device=x_ND.device), H, self.config.theta)
         x_LD = torch.cat([x_ND, self.queries[count]])
         for layer in self.layers:
-            x_LD = layer(x_LD, (whole.cos(), whole.sin()), count)
+            x_LD = layer(x_LD, (angles.cos(), angles.sin()), count)
         return self.map(self.norm(x_LD[count:]))
 
     def arranged(self, x_BND: Tensor, rows: int, columns: int) -> Tensor:

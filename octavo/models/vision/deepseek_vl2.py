@@ -16,7 +16,7 @@ from torch.nn import functional
 
 from octavo.models.config_keys import ConfigKeys, wrong
 from octavo.models.loader import WeightLoader
-from octavo.models.vision.parts import ACTIVATIONS, Feedforward, LayerNorm, normalised, part, patches, read_ratio
+from octavo.models.vision.parts import ACTIVATIONS, Feedforward, LayerNorm, PatchMap, normalised, part, read_ratio
 from octavo.models.vision.qwen import QwenBlock, QwenConfig
 from octavo.models.vision.tower import Pixels, VisionConfig
 
@@ -49,7 +49,6 @@ class DeepseekVL2Tower:
             ffn_size=int(width * read_ratio(inner, "mlp_ratio", 3.7362)),
             num_heads=inner.size("heads", 16),
             patch=inner.size("patch_size", 14),
-            frames=1,
             merge=projector.size("downsample_ratio", 2),
             activation=ACTIVATIONS["gelu_pytorch_tanh"],
             ups=("fc1", "fc2"),
@@ -63,10 +62,9 @@ class DeepseekVL2Tower:
         )
 
     def __init__(self, config: DeepseekVL2Config, weights: WeightLoader) -> None:
-        self.config, self.form, encoder = config, weights.form, config.encoder
-        D, P, m, wide = encoder.width, encoder.patch, encoder.merge, config.hidden_size
-        self.patch_map = weights.dense("vision.patch_embed.proj.weight", D, 3, P, P).reshape(D, -1)
-        self.patch_bias = weights.dense("vision.patch_embed.proj.bias", D)
+        self.config, encoder = config, config.encoder
+        D, m, wide = encoder.width, encoder.merge, config.hidden_size
+        self.patch_map = PatchMap(weights, "vision.patch_embed.proj", D, encoder.patch)
         self.places = weights.dense("vision.pos_embed", 1, config.side**2, D)[0]
         self.blocks = [QwenBlock(encoder, weights, f"vision.blocks.{i}") for i in range(encoder.depth)]
         self.norm = LayerNorm(weights, "vision.norm", D, encoder.eps)
@@ -95,11 +93,9 @@ class DeepseekVL2Tower:
         """The embeddings of a tile: [rows, columns, D of the decoder]."""
         side, encoder = self.config.side, self.config.encoder
         pixels, m = side * encoder.patch, encoder.merge
-        flat = patches(tile_YXC[:pixels, :pixels], encoder.patch).to(self.form.dtype)
-        x_ND = functional.linear(flat, self.patch_map, self.patch_bias) + self.places
-        unturned = torch.zeros(side**2, encoder.width // encoder.num_heads, device=self.form.device)
+        x_ND = self.patch_map(tile_YXC[:pixels, :pixels]) + self.places
         for block in self.blocks:
-            x_ND = block(x_ND, (unturned + 1, unturned), [])
+            x_ND = block(x_ND, None)
         grid = self.norm(x_ND).view(side, side, -1)
         more = -side % m  # a last row and column of zeros
         count = (side + more) // m

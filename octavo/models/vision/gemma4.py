@@ -23,6 +23,7 @@ from octavo.models.vision.parts import (
     LayerNorm,
     RMSNorm,
     attend,
+    colours_first,
     normalised,
     part,
     patches,
@@ -30,6 +31,7 @@ from octavo.models.vision.parts import (
     read_theta,
     rms_normed,
     turn,
+    turns,
 )
 from octavo.models.vision.tower import Pixels, VisionConfig
 
@@ -55,11 +57,6 @@ class Gemma4VisionConfig(VisionConfig):
 
 def _is_bidirectional(text: ConfigKeys, default: str | None) -> bool:
     return bool(text.get("use_bidirectional_attention", default) == "vision")
-
-
-def colours_first(weight: Tensor, side: int) -> Tensor:
-    """Weights of a patch's numbers, stored pixel by pixel, in the order of ``patches``."""
-    return weight.view(*weight.shape[:-1], side, side, 3).movedim(-1, -3).flatten(-3)
 
 
 class ClippedAffine:
@@ -171,12 +168,9 @@ class Gemma4Tower:
         return self.map(rms_normed(pooled.to(self.form.dtype), config.eps))
 
     def angles(self, place_N: Tensor) -> tuple[Tensor, Tensor]:
-        """Cosines and sines of half a head for places on one axis, [N, H / 2]."""
-        half = self.config.head_dim // 2
-        powers = torch.arange(0, half, 2, dtype=torch.float32, device=place_N.device) / half
-        quarter = place_N.float()[:, None] / self.config.theta**powers
-        whole = torch.cat([quarter, quarter], dim=-1)
-        return whole.cos(), whole.sin()
+        """Cosines and sines of half a head for places on one axis, [N, H / 4]."""
+        angles = turns(place_N, self.config.head_dim // 2, self.config.theta)
+        return angles.cos(), angles.sin()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,12 +3,14 @@
 Of two halves of a head's pairs, the first rotates by the column and the other by the row, both counted from 1. A token
 for the tile stands behind its patches, does not rotate, and is dropped at the end.
 
-Shapes: B tiles, N patches of a tile, D width of the tower, H head dim.
+Shapes: B tiles, N patches of a tile, D width of the tower, R rotated pairs of a head.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -29,16 +31,10 @@ from octavo.models.vision.parts import (
     places,
     read_merge,
     read_theta,
+    turns,
 )
-from octavo.models.vision.siglip import SiglipConfig, SiglipLayer
+from octavo.models.vision.siglip import SiglipConfig, SiglipLayer, read_siglip
 from octavo.models.vision.tower import Pixels, VisionConfig
-
-OWN_NAMES = (
-    (".input_layernorm.", ".layer_norm1."),
-    (".post_attention_layernorm.", ".layer_norm2."),
-    (".self_attn.o_proj.", ".self_attn.out_proj."),
-)
-"""Parts of names, and what SigLIP's layers have in their place."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,34 +53,25 @@ class Llama4Tower:
     @classmethod
     def read_config(cls, keys: ConfigKeys) -> Llama4Config:
         inner = part(keys, "vision_config")
-        siglip = SiglipConfig(
-            depth=inner.size("num_hidden_layers", 34),
-            width=inner.size("hidden_size", 768),
-            ffn_size=inner.size("intermediate_size", 5632),
-            num_heads=inner.size("num_attention_heads", 16),
-            patch=inner.size("patch_size", 14),
-            image=inner.size("image_size", 448),
-            eps=1e-5,
-            activation=ACTIVATIONS["gelu"],
-        )
+        siglip = read_siglip(inner, "gelu", depth=34, ffn_size=5632, num_heads=16, patch=14, image=448)
         merge = read_merge(inner, "pixel_shuffle_ratio")
         if siglip.side % merge:
             raise wrong("vision_config.pixel_shuffle_ratio", 1 / merge, f"one that divides {siglip.side} patches")
         return Llama4Config(
             hidden_size=part(keys, "text_config").size("hidden_size", 5120),
-            siglip=siglip,
+            siglip=dataclasses.replace(siglip, eps=1e-5),
             merge=merge,
             adapter_size=inner.size("projector_input_dim", 4096),
             output_size=inner.size("projector_output_dim", 4096),
             theta=read_theta(inner, 10_000.0),
         )
 
-    @staticmethod
-    def own_name(name: str) -> str:
-        """The name in SigLIP."""
-        for stored, own in OWN_NAMES:
-            name = name.replace(stored, own)
-        return name
+    own_names: ClassVar = {
+        ".input_layernorm.": ".layer_norm1.",
+        ".post_attention_layernorm.": ".layer_norm2.",
+        ".self_attn.o_proj.": ".self_attn.out_proj.",
+    }
+    """Parts of weights' names, and what SigLIP's layers have in their place."""
 
     def __init__(self, config: Llama4Config, weights: WeightLoader) -> None:
         self.config, self.form, siglip = config, weights.form, config.siglip
@@ -107,20 +94,18 @@ class Llama4Tower:
         self.angles = self._angles()
 
     def _angles(self) -> tuple[Tensor, Tensor]:
-        """Cosines and sines of all patches, and of the token behind them: [N + 1, H]."""
-        siglip = self.config.siglip
-        H, device = siglip.width // siglip.num_heads, self.form.device
-        powers = torch.arange(0, H // 2, 2, dtype=torch.float32, device=device) / (H // 2)
-        row, column = places(siglip.side, siglip.side, 1, device).float()
-        half = torch.cat([(place[:, None] + 1) / self.config.theta**powers for place in (column, row)], dim=-1)
-        half = torch.cat([half, torch.zeros_like(half[:1])])
-        whole = torch.cat([half, half], dim=-1)
-        return whole.cos(), whole.sin()
+        """Cosines and sines of all patches, and of the token behind them: [N + 1, R]."""
+        siglip, theta = self.config.siglip, self.config.theta
+        row, column = places(siglip.side, siglip.side, 1, self.form.device) + 1
+        width = siglip.width // siglip.num_heads // 2
+        angles = torch.cat([turns(place, width, theta) for place in (column, row)], dim=-1)
+        angles = torch.cat([angles, torch.zeros_like(angles[:1])])
+        return angles.cos(), angles.sin()
 
     def __call__(self, image: Pixels) -> Tensor:
         """The embeddings of an image, tile by tile."""
         tiles = normalised(image.pixels, image.mean, image.deviation)
-        flat = torch.stack([patches(tile, self.config.siglip.patch) for tile in tiles]).to(self.form.dtype)
+        flat = patches(tiles, self.config.siglip.patch).to(self.form.dtype)
         x_BND = functional.linear(flat, self.patch_map)
         x_BND = torch.cat([x_BND, self.tile_token.expand(len(x_BND), 1, -1)], dim=1) + self.places
         x_BND = self.norms[0](x_BND)

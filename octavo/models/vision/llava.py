@@ -18,7 +18,7 @@ from torch.nn import functional
 
 from octavo.models.config_keys import ConfigKeys, wrong
 from octavo.models.loader import WeightLoader
-from octavo.models.vision.parts import ACTIVATIONS, Activation, Affine, normalised, part
+from octavo.models.vision.parts import ACTIVATIONS, Activation, Feedforward, normalised, part
 from octavo.models.vision.siglip import Siglip, SiglipConfig, read_siglip, tower_prefix
 from octavo.models.vision.tower import Pixels, VisionConfig
 
@@ -68,8 +68,8 @@ class LlavaTower:
         D, wide, name = config.siglip.width, config.hidden_size, "multi_modal_projector"
         D *= len(config.siglip.outputs) or 1
         self.siglip = Siglip(config.siglip, weights, tower_prefix(weights))
-        self.up = Affine(weights, f"{name}.linear_1", (wide, D), config.has_bias)
-        self.down = Affine(weights, f"{name}.linear_2", (wide, wide), config.has_bias)
+        names = f"{name}.linear_1", f"{name}.linear_2"
+        self.map = Feedforward(weights, names, (D, wide, wide), config.activation, config.has_bias)
 
     def __call__(self, image: Pixels) -> Tensor:
         """The embeddings of an image, row by row."""
@@ -78,7 +78,7 @@ class LlavaTower:
     def tiles(self, image: Pixels) -> Tensor:
         """The embeddings of each tile: [B, N, D]."""
         x_BND = self.siglip(normalised(image.pixels, image.mean, image.deviation))
-        return self.down(self.config.activation(self.up(x_BND))) * self.config.scale
+        return self.map(x_BND) * self.config.scale
 
 
 class LlavaNextTower(LlavaTower):

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from octavo.models.config_keys import ConfigKeys, wrong
 from octavo.models.loader import WeightLoader
@@ -21,10 +20,10 @@ from octavo.models.vision.parts import (
     Affine,
     Feedforward,
     LayerNorm,
+    PatchMap,
     attend,
     normalised,
     part,
-    patches,
     places,
     unpacked,
     whole_numbers,
@@ -84,10 +83,8 @@ class MiniCPMTower:
 
     def __init__(self, config: MiniCPMConfig, weights: WeightLoader) -> None:
         self.config, self.form, siglip = config, weights.form, config.siglip
-        D, P, prefix = siglip.width, siglip.patch, tower_prefix(weights)
-        name = f"{prefix}.embeddings.patch_embedding"
-        self.patch_map = weights.dense(f"{name}.weight", D, 3, P, P).reshape(D, -1)
-        self.patch_bias = weights.dense(f"{name}.bias", D)
+        D, prefix = siglip.width, tower_prefix(weights)
+        self.patch_map = PatchMap(weights, f"{prefix}.embeddings.patch_embedding", D, siglip.patch)
         self.places = weights.dense(f"{prefix}.embeddings.position_embedding.weight", siglip.side**2, D)
         self.layers = [SiglipLayer(siglip, weights, f"{prefix}.encoder.layers.{i}") for i in range(siglip.depth)]
         self.norm = LayerNorm(weights, f"{prefix}.post_layernorm", D, siglip.eps)
@@ -110,8 +107,7 @@ class MiniCPMTower:
         rows, columns = image_YXC.shape[0] // patch, image_YXC.shape[1] // patch
         at = places(rows, columns, 2, self.form.device)
         row, column = (place * side // count for place, count in zip(at, (rows, columns), strict=True))
-        flat = patches(image_YXC, patch, 2).to(self.form.dtype)
-        x_ND = functional.linear(flat, self.patch_map, self.patch_bias) + self.places[row * side + column]
+        x_ND = self.patch_map(image_YXC, 2) + self.places[row * side + column]
         for number, layer in enumerate(self.layers):
             x_ND = layer(x_ND)
             if self.merger is not None and number == self.config.merging_layer:

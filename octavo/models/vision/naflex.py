@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -23,6 +24,7 @@ from octavo.models.vision.parts import (
     Feedforward,
     LayerNorm,
     axial_angles,
+    colours_first,
     normalised,
     part,
     patches,
@@ -50,8 +52,7 @@ class Naflex:
         if is_rotary:
             self.patch_map = weights.dense(f"{name}.patch_embedding.weight", D, 3, P, P).reshape(D, -1)
         else:
-            stored = weights.dense(f"{name}.patch_embedding.weight", D, P * P * 3)
-            self.patch_map = stored.view(D, P, P, 3).permute(0, 3, 1, 2).reshape(D, -1)
+            self.patch_map = colours_first(weights.dense(f"{name}.patch_embedding.weight", D, P * P * 3), P)
         self.patch_bias = weights.dense(f"{name}.patch_embedding.bias", D)
         self.places = weights.dense(f"{name}.position_embedding.weight", config.side**2, D)
         self.layers = [SiglipLayer(config, weights, f"{prefix}.encoder.layers.{i}") for i in range(config.depth)]
@@ -80,21 +81,17 @@ class PaddleOCRTower:
     def read_config(cls, keys: ConfigKeys) -> NaflexConfig:
         inner = part(keys, "vision_config")
         text = part(keys, "text_config") if keys.get("text_config") else keys
-        size = inner.size("num_attention_heads", 16)
-        siglip = read_siglip(inner.over({"patch_size": 14, "image_size": 384, **inner.values}))
-        if siglip.width % (4 * size):
-            raise wrong("vision_config.hidden_size", siglip.width, f"a multiple of {4 * size}, four times the heads")
+        siglip = read_siglip(inner, num_heads=16, patch=14, image=384)
+        if siglip.width % (size := 4 * siglip.num_heads):
+            raise wrong("vision_config.hidden_size", siglip.width, f"a multiple of {size}, four times the heads")
         return NaflexConfig(
             hidden_size=text.size("hidden_size", 1024),
             axes=read_axes(text),
-            siglip=dataclasses.replace(siglip, num_heads=size),
+            siglip=siglip,
             merge=inner.size("spatial_merge_size", 2),
         )
 
-    @staticmethod
-    def own_name(name: str) -> str:
-        """The name in transformers."""
-        return name.replace("mlp_AR.", "projector.")
+    own_names: ClassVar = {"mlp_AR.": "projector."}
 
     def __init__(self, config: NaflexConfig, weights: WeightLoader) -> None:
         self.config, inner = config, config.siglip.width * config.merge**2

@@ -2,7 +2,7 @@
 
 Images are computed one by one, so that an image's embeddings never depend on what else is in the batch.
 
-Shapes: N patches, D width of the tower, H head dim, C colours, P side of a patch.
+Shapes: N patches, D width of the tower, H head dim, R its pairs, C colours, P side of a patch.
 """
 
 from __future__ import annotations
@@ -89,6 +89,20 @@ class Affine:
         return functional.linear(x, self.weight, self.bias)
 
 
+class PatchMap:
+    """The map of patches to vectors: a convolution whose places do not overlap."""
+
+    def __init__(self, weights: WeightLoader, name: str, width: int, side: int, has_bias: bool = True) -> None:
+        """``side``: of a patch, in pixels."""
+        self.side, self.dtype = side, weights.form.dtype
+        self.weight = weights.dense(f"{name}.weight", width, 3, side, side).reshape(width, -1)
+        self.bias = weights.dense(f"{name}.bias", width) if has_bias else None
+
+    def __call__(self, images: Tensor, merge: int = 1) -> Tensor:
+        """Of normalised images [..., Y, X, C] in the order of ``patches``: [..., N, D]."""
+        return functional.linear(patches(images, self.side, merge).to(self.dtype), self.weight, self.bias)
+
+
 class LayerNorm:
     """Normalisation by mean and variance."""
 
@@ -168,11 +182,9 @@ def attend(q_NAH: Tensor, k_NAH: Tensor, v_NAH: Tensor, scale: float | None = No
     return ops.encoder_attention(q, k, v, ends, H**-0.5 if scale is None else scale).view(*others, N, A * H)
 
 
-def turn(x_NAH: Tensor, cos_NH: Tensor, sin_NH: Tensor) -> Tensor:
+def turn(x_NAH: Tensor, cos_NR: Tensor, sin_NR: Tensor) -> Tensor:
     """Rotate each pair of the first and the second half of a head, in float32."""
-    R = x_NAH.shape[2] // 2
-    turned, _ = ops.apply_rope(x_NAH, x_NAH[:, :0], cos_NH[:, :R], sin_NH[:, :R])
-    return turned
+    return ops.apply_rope(x_NAH, x_NAH[:, :0], cos_NR, sin_NR)[0]
 
 
 def in_halves(stored: Tensor, num_heads: int) -> Tensor:
@@ -181,13 +193,17 @@ def in_halves(stored: Tensor, num_heads: int) -> Tensor:
     return heads.transpose(1, 2).reshape(stored.shape)
 
 
+def turns(place_N: Tensor, width: int, theta: float = 10_000.0, first: int = 0, every: int = 2) -> Tensor:
+    """Angles of the pairs of ``width`` numbers, or of every so many-th from the ``first`` on, [N, pairs]; float32."""
+    powers = torch.arange(first, width, every, dtype=torch.float32, device=place_N.device) / width
+    return place_N.float()[:, None] / theta**powers
+
+
 def axial_angles(at: Tensor, head_dim: int) -> tuple[Tensor, Tensor]:
-    """Cosines and sines, [N, H], of patches at rows and columns [2, N]: the first half of a head's pairs rotates by the
+    """Cosines and sines, [N, R], of patches at rows and columns [2, N]: the first half of a head's pairs rotates by the
     row, the other by the column (Qwen2-VL)."""
-    powers = torch.arange(0, head_dim // 2, 2, dtype=torch.float32, device=at.device) / (head_dim // 2)
-    half = torch.cat([place[:, None] / 10_000.0**powers for place in at.float()], dim=-1)
-    whole = torch.cat([half, half], dim=-1)
-    return whole.cos(), whole.sin()
+    angles = torch.cat([turns(place, head_dim // 2) for place in at], dim=-1)
+    return angles.cos(), angles.sin()
 
 
 def merged(x_BND: Tensor, merge: int) -> Tensor:
@@ -218,18 +234,23 @@ def _constants(numbers: tuple[float, ...], device: torch.device) -> Tensor:
     return torch.tensor(numbers, dtype=torch.float32, device=device)
 
 
-def patches(image_YXC: Tensor, side: int, merge: int = 1) -> Tensor:
-    """The patches of an image, row by row, or window by window of ``merge`` x ``merge`` patches: [N, C * P * P]."""
-    Y, X, C = image_YXC.shape
+def patches(images: Tensor, side: int, merge: int = 1) -> Tensor:
+    """The patches of images [..., Y, X, C], row by row, or window by window of ``merge`` x ``merge`` patches:
+    [..., N, C * P * P]."""
+    *others, Y, X, C = images.shape
     rows, columns = Y // (side * merge), X // (side * merge)
-    tiles = image_YXC.reshape(rows, merge, side, columns, merge, side, C)
-    return tiles.permute(0, 3, 1, 4, 6, 2, 5).reshape(-1, C * side * side)
+    tiles = images.reshape(-1, rows, merge, side, columns, merge, side, C)
+    return tiles.permute(0, 1, 4, 2, 5, 7, 3, 6).reshape(*others, -1, C * side * side)
+
+
+def colours_first(weight: Tensor, side: int) -> Tensor:
+    """Weights of a patch's numbers, stored pixel by pixel, in the order of ``patches``."""
+    return weight.view(*weight.shape[:-1], side, side, 3).movedim(-1, -3).flatten(-3)
 
 
 def places(rows: int, columns: int, merge: int, device: torch.device) -> Tensor:
     """Row and column of each patch in the order of ``patches``: int64 [2, N]."""
-    grid = torch.stack(
-        torch.meshgrid(torch.arange(rows, device=device), torch.arange(columns, device=device), indexing="ij")
-    )
+    row, column = (torch.arange(count, device=device) for count in (rows, columns))
+    grid = torch.stack(torch.meshgrid(row, column, indexing="ij"))
     windows = grid.reshape(2, rows // merge, merge, columns // merge, merge)
     return windows.permute(0, 1, 3, 2, 4).reshape(2, -1)

@@ -2,17 +2,17 @@
 
 Images of any size in patches; rows and columns rotate queries and keys. A patch makes an embedding, or four of them.
 
-Shapes: N patches, D width of the tower, H head dim.
+Shapes: N patches, D width of the tower, R rotated pairs of a head.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from octavo.models.config_keys import ConfigKeys, wrong
 from octavo.models.loader import WeightLoader
@@ -20,57 +20,39 @@ from octavo.models.vision.parts import (
     ACTIVATIONS,
     Activation,
     Affine,
-    GatedFeedforward,
+    Feedforward,
+    PatchMap,
     RMSNorm,
-    attend,
     normalised,
     part,
-    patches,
     places,
     read_theta,
-    turn,
+    turns,
 )
-from octavo.models.vision.tower import Pixels, VisionConfig
+from octavo.models.vision.qwen import QwenBlock, QwenConfig
+from octavo.models.vision.tower import Pixels
 
 
 @dataclass(frozen=True, kw_only=True)
-class PixtralConfig(VisionConfig):
-    depth: int
-    width: int
-    ffn_size: int
-    num_heads: int
-    patch: int
-    merge: int = 1
+class PixtralConfig(QwenConfig):
     theta: float
-    activation: Activation
     projector_eps: float = 0.0
     """Of the norm before four patches become one."""
     projector_activation: Activation
     projector_bias: bool
 
 
-class PixtralLayer:
-    """Attention and feed-forward layer."""
-
-    def __init__(self, config: PixtralConfig, weights: WeightLoader, prefix: str) -> None:
-        D = config.width
-        self.num_heads = config.num_heads
-        self.attention_norm = RMSNorm(weights, f"{prefix}.attention_norm", D, 1e-5)
-        self.ffn_norm = RMSNorm(weights, f"{prefix}.ffn_norm", D, 1e-5)
-        self.maps = [Affine(weights, f"{prefix}.attention.{name}_proj", (D, D), has_bias=False) for name in "qkvo"]
-        sizes = D, config.ffn_size
-        self.mlp = GatedFeedforward(weights, f"{prefix}.feed_forward", sizes, config.activation, has_bias=False)
-
-    def __call__(self, x_ND: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
-        inner = self.attention_norm(x_ND)
-        q, k, v = (affine(inner).view(len(inner), self.num_heads, -1) for affine in self.maps[:3])
-        x_ND = x_ND + self.maps[3](attend(turn(q, *angles), turn(k, *angles), v))
-        return x_ND + self.mlp(self.ffn_norm(x_ND))
-
-
 class PixtralTower:
     """The tower of Pixtral in transformers' LLaVA."""
 
+    own_names: ClassVar = {
+        ".attention_norm.": ".norm1.",
+        ".ffn_norm.": ".norm2.",
+        ".attention.o_proj.": ".attn.proj.",
+        **{f".attention.{part}_proj.": f".attn.{part}." for part in "qkv"},
+        ".feed_forward.": ".mlp.",
+    }
+    """Parts of weights' names, and what Qwen's blocks have in their place."""
     has_bias = True
     """Whether the projection has biases by default."""
 
@@ -87,6 +69,11 @@ class PixtralTower:
             ffn_size=inner.size("intermediate_size", 4096),
             num_heads=inner.size("num_attention_heads", 16),
             patch=inner.size("patch_size", 16),
+            is_gated=True,
+            is_split=True,
+            has_bias=False,
+            has_qkv_bias=False,
+            eps=1e-5,
             theta=read_theta(inner, 10_000.0),
             activation=inner.choice("hidden_act", ACTIVATIONS, "gelu"),
             projector_activation=keys.choice("projector_hidden_act", ACTIVATIONS, "gelu"),
@@ -95,19 +82,18 @@ class PixtralTower:
 
     def __init__(self, config: PixtralConfig, weights: WeightLoader) -> None:
         self.config, self.form = config, weights.form
-        D, P, name = config.width, config.patch, "vision_tower"
-        self.patch_map = weights.dense(f"{name}.patch_conv.weight", D, 3, P, P).reshape(D, -1)
+        D, name = config.width, "vision_tower"
+        self.patch_map = PatchMap(weights, f"{name}.patch_conv", D, config.patch, has_bias=False)
         self.norm = RMSNorm(weights, f"{name}.ln_pre", D, 1e-5)
         prefix = f"{name}.transformer.layers"
-        self.layers = [PixtralLayer(config, weights, f"{prefix}.{i}") for i in range(config.depth)]
-        name, wide, has_bias = "multi_modal_projector", config.hidden_size, config.projector_bias
-        self.up = Affine(weights, f"{name}.linear_1", (wide, D), has_bias)
-        self.down = Affine(weights, f"{name}.linear_2", (wide, wide), has_bias)
+        self.layers = [QwenBlock(config, weights, f"{prefix}.{i}") for i in range(config.depth)]
+        names, wide = ("multi_modal_projector.linear_1", "multi_modal_projector.linear_2"), config.hidden_size
+        activation = config.projector_activation
+        self.map = Feedforward(weights, names, (D, wide, wide), activation, config.projector_bias)
 
     def __call__(self, image: Pixels) -> Tensor:
         """The embeddings of an image, row by row; tokens end the rows."""
-        inner = self.merged(*self.encoded(image))
-        return self.down(self.config.projector_activation(self.up(inner)))
+        return self.map(self.merged(*self.encoded(image)))
 
     def merged(self, x_ND: Tensor, rows: int, columns: int) -> Tensor:
         """The patches, or what several of them become."""
@@ -118,21 +104,18 @@ class PixtralTower:
         config = self.config
         image_YXC = normalised(image.pixels[0], image.mean, image.deviation)
         rows, columns = image_YXC.shape[0] // config.patch, image_YXC.shape[1] // config.patch
-        flat = patches(image_YXC, config.patch).to(self.form.dtype)
-        x_ND = self.norm(functional.linear(flat, self.patch_map))
+        x_ND = self.norm(self.patch_map(image_YXC))
         angles = self.angles(rows, columns)
         for layer in self.layers:
             x_ND = layer(x_ND, angles)
         return x_ND, rows, columns
 
     def angles(self, rows: int, columns: int) -> tuple[Tensor, Tensor]:
-        """Cosines and sines of all patches, [N, H]: pairs of even number turn with the row, others with the column."""
-        H, device = self.config.width // self.config.num_heads, self.form.device
-        frequencies = 1.0 / self.config.theta ** (torch.arange(0, H, 2, dtype=torch.float32, device=device) / H)
-        row, column = places(rows, columns, 1, device).float()
-        half = torch.cat([row[:, None] * frequencies[0::2], column[:, None] * frequencies[1::2]], dim=-1)
-        whole = torch.cat([half, half], dim=-1)
-        return whole.cos(), whole.sin()
+        """Cosines and sines of all patches, [N, R]: pairs of even number turn with the row, others with the column."""
+        H, at = self.config.width // self.config.num_heads, places(rows, columns, 1, self.form.device)
+        parts = [turns(place, H, self.config.theta, first=2 * axis, every=4) for axis, place in enumerate(at)]
+        angles = torch.cat(parts, dim=-1)
+        return angles.cos(), angles.sin()
 
 
 class Mistral3Tower(PixtralTower):
@@ -163,8 +146,8 @@ class Mistral3Tower(PixtralTower):
 class LightOnTower(Mistral3Tower):
     """The tower of LightOnOCR (LightOn), the same with other names."""
 
-    @staticmethod
-    def own_name(name: str) -> str:
-        """The name in Mistral Small 3."""
-        name = name.replace("vision_projection.", "multi_modal_projector.")
-        return name.replace("vision_encoder.", "vision_tower.")
+    own_names: ClassVar = {
+        "vision_projection.": "multi_modal_projector.",
+        "vision_encoder.": "vision_tower.",
+        **PixtralTower.own_names,
+    }

@@ -4,7 +4,7 @@ All take images of any size in patches, four of which make an embedding. Rows an
 layers of Qwen2.5-VL attend within windows; Qwen3-VL adds learned positions, and gives outputs of some of its layers to
 the first layers of the decoder (deepstack).
 
-Shapes: N patches, D width of the tower, H head dim.
+Shapes: N patches, D width of the tower, R rotated pairs of a head.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -46,9 +46,9 @@ class QwenConfig(VisionConfig):
     ffn_size: int
     num_heads: int
     patch: int
-    frames: int
+    frames: int = 1
     """Frames of a video that a patch spans; an image counts as so many equal ones."""
-    merge: int
+    merge: int = 1
     activation: Activation
     is_gated: bool = False
     """Whether layers have RMSNorms and gates, as decoders do, and not LayerNorms and two maps."""
@@ -112,12 +112,12 @@ class QwenTower:
         config = self.config
         tiles = normalised(image.pixels, image.mean, image.deviation)
         rows, columns = tiles.shape[1] // config.patch, tiles.shape[2] // config.patch
-        frames = [patches(tile, config.patch, config.merge) for tile in tiles]
+        frames = list(patches(tiles, config.patch, config.merge))
         flat = torch.cat(frames * (config.frames // len(frames)), dim=-1).to(self.form.dtype)
         return torch.nn.functional.linear(flat, self.patch_map, self.patch_bias), rows, columns
 
     def angles(self, rows: int, columns: int) -> tuple[Tensor, Tensor]:
-        """Cosines and sines of all patches, [N, H]."""
+        """Cosines and sines of all patches, [N, R]."""
         at = places(rows, columns, self.config.merge, self.form.device)
         return axial_angles(at, self.config.width // self.config.num_heads)
 
@@ -136,10 +136,10 @@ class QwenBlock:
         H, ends = D // config.num_heads, "qk" if config.norms_heads else ""
         size = (self.num_heads + 2 * self.num_kv_heads) * H
         if config.is_split:
-            self.qkv = Affine(weights, f"{prefix}.attn.q", (D, D))
-            parts = [self.qkv, *(Affine(weights, f"{prefix}.attn.{end}", (D, D)) for end in "kv")]
+            parts = [Affine(weights, f"{prefix}.attn.{end}", (D, D), config.has_qkv_bias) for end in "qkv"]
+            self.qkv, biases = parts[0], [each.bias for each in parts if each.bias is not None]
             self.qkv.weight = torch.cat([each.weight for each in parts])
-            self.qkv.bias = torch.cat([each.bias for each in parts if each.bias is not None])
+            self.qkv.bias = torch.cat(biases) if biases else None
         else:
             self.qkv = Affine(weights, f"{prefix}.attn.qkv", (size, D), config.has_qkv_bias)
         self.proj = Affine(weights, f"{prefix}.attn.proj", (D, D), config.has_bias)
@@ -153,15 +153,16 @@ class QwenBlock:
             first, second = (f"{prefix}.mlp.{name}" for name in config.ups)
             self.mlp = Feedforward(weights, (first, second), (D, config.ffn_size, D), config.activation)
 
-    def __call__(self, x_ND: Tensor, angles: tuple[Tensor, Tensor], ends: Sequence[int] = ()) -> Tensor:
-        """``ends``: of the windows in which patches attend to each other; all do if it is empty."""
+    def __call__(self, x_ND: Tensor, angles: tuple[Tensor, Tensor] | None, ends: Sequence[int] = ()) -> Tensor:
+        """``angles``: cosines and sines [N, R]; ``ends``: of the windows in which patches attend to each other; all do
+        if it is empty."""
         N, A, K = len(x_ND), self.num_heads, self.num_kv_heads
         qk, v = self.qkv(self.norms[0](x_ND)).view(N, A + 2 * K, -1).split_with_sizes([A + K, K], dim=1)
         if self.head_norms:
             qk = torch.cat(
                 [norm(x) for norm, x in zip(self.head_norms, qk.split_with_sizes([A, K], dim=1), strict=True)], dim=1
             )
-        q, k = turn(qk, *angles).split_with_sizes([A, K], dim=1)
+        q, k = (qk if angles is None else turn(qk, *angles)).split_with_sizes([A, K], dim=1)
         x_ND = x_ND + self.proj(attend(q, k, v, ends=ends))
         return x_ND + self.mlp(self.norms[1](x_ND))
 
@@ -218,13 +219,13 @@ class Qwen25Tower(QwenTower):
     def __call__(self, image: Pixels) -> Tensor:
         """The embeddings of an image, row by row: [N / merge^2, D of the decoder]."""
         x_ND, rows, columns = self.embedded(image)
-        cos_NH, sin_NH = self.angles(rows, columns)
+        cos_NR, sin_NR = self.angles(rows, columns)
         ends: Sequence[int] = ()
         if self.config.window:
             order, back, ends = windows(rows, columns, self.config, self.form.device)
-            x_ND, cos_NH, sin_NH = x_ND[order], cos_NH[order], sin_NH[order]
+            x_ND, cos_NR, sin_NR = x_ND[order], cos_NR[order], sin_NR[order]
         for index, block in enumerate(self.blocks):
-            x_ND = block(x_ND, (cos_NH, sin_NH), () if index in self.config.full_layers else ends)
+            x_ND = block(x_ND, (cos_NR, sin_NR), () if index in self.config.full_layers else ends)
         if self.config.window:
             x_ND = x_ND[back]
         return self.merger(self.norm(x_ND).view(len(x_ND) // self.config.merge**2, -1))
@@ -237,10 +238,7 @@ class Qwen25OmniTower(Qwen25Tower):
     def read_config(cls, keys: ConfigKeys) -> QwenConfig:
         return read_windowed(keys, is_split=True)
 
-    @staticmethod
-    def own_name(name: str) -> str:
-        """The name in Qwen2.5-VL."""
-        return name.removeprefix("thinker.")
+    own_names: ClassVar = {"thinker.": ""}
 
 
 class ExaoneTower(Qwen25Tower):
@@ -347,11 +345,10 @@ class Qwen3Tower(QwenTower):
 class Qwen3OmniTower(Qwen3Tower):
     """The tower of Qwen3-Omni (arXiv 2509.17765), the same with other names."""
 
-    @staticmethod
-    def own_name(name: str) -> str:
-        """The name in Qwen3-VL."""
-        name = name.removeprefix("thinker.").replace(".merger_list.", ".deepstack_merger_list.")
-        name = name.replace(".ln_q.", ".norm.")
-        for number, own in ((0, "linear_fc1"), (2, "linear_fc2")):
-            name = name.replace(f".mlp.{number}.", f".{own}.")
-        return name
+    own_names: ClassVar = {
+        "thinker.": "",
+        ".merger_list.": ".deepstack_merger_list.",
+        ".ln_q.": ".norm.",
+        ".mlp.0.": ".linear_fc1.",
+        ".mlp.2.": ".linear_fc2.",
+    }

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -24,10 +25,10 @@ from octavo.models.vision.parts import (
     Affine,
     Feedforward,
     LayerNorm,
+    PatchMap,
     attend,
     normalised,
     part,
-    patches,
     read_ratio,
     whole_numbers,
 )
@@ -82,7 +83,7 @@ class SamLayer:
     def __init__(self, config: SamConfig, weights: WeightLoader, prefix: str, window: int) -> None:
         """``window``: rows and columns of a window; 0 for none."""
         D, self.num_heads, self.window = config.width, config.num_heads, window
-        self.norms = [LayerNorm(weights, f"{prefix}.layer_norm{i}", D, config.eps) for i in (1, 2)]
+        self.norms = [LayerNorm(weights, f"{prefix}.norm{i}", D, config.eps) for i in (1, 2)]
         self.qkv = Affine(weights, f"{prefix}.attn.qkv", (3 * D, D), config.has_qkv_bias)
         self.out = Affine(weights, f"{prefix}.attn.proj", (D, D))
         names = f"{prefix}.mlp.lin1", f"{prefix}.mlp.lin2"
@@ -138,24 +139,21 @@ class Sam:
     """The encoder."""
 
     def __init__(self, config: SamConfig, weights: WeightLoader, prefix: str) -> None:
-        D, P, out = config.width, config.patch, config.output_size
-        self.config, self.form, name = config, weights.form, f"{prefix}.patch_embed.projection"
-        self.patch_map = weights.dense(f"{name}.weight", D, 3, P, P).reshape(D, -1)
-        self.patch_bias = weights.dense(f"{name}.bias", D)
+        self.config, D, out = config, config.width, config.output_size
+        self.patch_map = PatchMap(weights, f"{prefix}.patch_embed.projection", D, config.patch)
         size = 1, config.side, config.side, D
         self.places = weights.dense(f"{prefix}.pos_embed", *size)[0] if config.has_places else None
         windows = [0 if layer in config.full_layers else config.window for layer in range(config.depth)]
         self.layers = [SamLayer(config, weights, f"{prefix}.layers.{i}", window) for i, window in enumerate(windows)]
         self.neck_map = weights.dense(f"{prefix}.neck.conv1.weight", out, D, 1, 1).reshape(out, D)
         self.neck_kernel = weights.dense(f"{prefix}.neck.conv2.weight", out, out, 3, 3)
-        self.neck_norms = [LayerNorm(weights, f"{prefix}.neck.layer_norm{i}", out, 1e-6) for i in (1, 2)]
+        self.neck_norms = [LayerNorm(weights, f"{prefix}.neck.norm{i}", out, 1e-6) for i in (1, 2)]
 
     def __call__(self, images_BYXC: Tensor) -> Tensor:
         """The output for normalised images, colours first: [B, output_size, Y, X]."""
         B, height, width, _ = images_BYXC.shape
         Y, X = height // self.config.patch, width // self.config.patch
-        flat = torch.stack([patches(image, self.config.patch) for image in images_BYXC]).to(self.form.dtype)
-        x_BYXD = functional.linear(flat, self.patch_map, self.patch_bias).view(B, Y, X, -1)
+        x_BYXD = self.patch_map(images_BYXC).view(B, Y, X, -1)
         if self.places is not None:
             x_BYXD = x_BYXD + resized(self.places, Y, X)
         for layer in self.layers:
@@ -195,6 +193,8 @@ class GotConfig(VisionConfig):
 
 class GotTower:
     """The tower of GOT-OCR 2."""
+
+    own_names: ClassVar = {".layer_norm": ".norm"}
 
     @classmethod
     def read_config(cls, keys: ConfigKeys) -> GotConfig:

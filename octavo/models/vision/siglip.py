@@ -22,12 +22,12 @@ from octavo.models.vision.parts import (
     Affine,
     Feedforward,
     LayerNorm,
+    PatchMap,
     RMSNorm,
     attend,
     merged,
     normalised,
     part,
-    patches,
     turn,
 )
 from octavo.models.vision.tower import Pixels, VisionConfig
@@ -56,17 +56,20 @@ class SiglipConfig:
         return self.image // self.patch
 
 
-def read_siglip(keys: ConfigKeys, default: str = "gelu_pytorch_tanh") -> SiglipConfig:
-    """Read the configuration; ``default`` is the activation's. Raises ``CheckpointError``."""
+def read_siglip(
+    keys: ConfigKeys, activation: str = "gelu_pytorch_tanh", depth: int = 12, width: int = 768, ffn_size: int = 3072,
+    num_heads: int = 12, patch: int = 16, image: int = 224,
+) -> SiglipConfig:  # fmt: skip
+    """Read the configuration; the others are a family's defaults. Raises ``CheckpointError``."""
     return SiglipConfig(
-        depth=keys.size("num_hidden_layers", 12),
-        width=keys.size("hidden_size", 768),
-        ffn_size=keys.size("intermediate_size", 3072),
-        num_heads=keys.size("num_attention_heads", 12),
-        patch=keys.size("patch_size", 16),
-        image=keys.size("image_size", 224),
+        depth=keys.size("num_hidden_layers", depth),
+        width=keys.size("hidden_size", width),
+        ffn_size=keys.size("intermediate_size", ffn_size),
+        num_heads=keys.size("num_attention_heads", num_heads),
+        patch=keys.size("patch_size", patch),
+        image=keys.size("image_size", image),
         eps=keys.number("layer_norm_eps", 1e-6),
-        activation=keys.choice("hidden_act", ACTIVATIONS, default),
+        activation=keys.choice("hidden_act", ACTIVATIONS, activation),
     )
 
 
@@ -83,7 +86,7 @@ class SiglipLayer:
         self.mlp = Feedforward(weights, names, (D, config.ffn_size, D), config.activation)
 
     def __call__(self, x_BND: Tensor, angles: tuple[Tensor, Tensor] | None = None) -> Tensor:
-        """``angles``: cosines and sines by which queries and keys rotate, [B * N, H]."""
+        """``angles``: cosines and sines by which queries and keys rotate, [B * N, R]."""
         inner = self.norms[0](x_BND)
         q, k, v = (affine(inner).view(*inner.shape[:-1], self.num_heads, -1) for affine in self.qkv)
         if angles is not None:
@@ -102,11 +105,9 @@ class Siglip:
     """The encoder."""
 
     def __init__(self, config: SiglipConfig, weights: WeightLoader, prefix: str) -> None:
-        D, P = config.width, config.patch
-        self.config, self.form = config, weights.form
+        self.config, D = config, config.width
         name = f"{prefix}.embeddings.patch_embedding"
-        self.patch_map = weights.dense(f"{name}.weight", D, 3, P, P).reshape(D, -1)
-        self.patch_bias = None if config.is_clip else weights.dense(f"{name}.bias", D)
+        self.patch_map = PatchMap(weights, name, D, config.patch, has_bias=not config.is_clip)
         name, count = f"{prefix}.embeddings.position_embedding.weight", config.side**2
         self.first_norm: LayerNorm | None = None
         if config.is_clip:
@@ -122,8 +123,7 @@ class Siglip:
 
     def __call__(self, images_BYXC: Tensor) -> Tensor:
         """The last layer's output for normalised images, or those of some layers side by side: [B, N, D]."""
-        flat = torch.stack([patches(image, self.config.patch) for image in images_BYXC]).to(self.form.dtype)
-        x_BND = functional.linear(flat, self.patch_map, self.patch_bias)
+        x_BND = self.patch_map(images_BYXC)
         if self.first_norm is not None:
             x_BND = torch.cat([self.image_token.expand(len(x_BND), 1, -1), x_BND], dim=1)
             x_BND = self.first_norm(x_BND + self.places)

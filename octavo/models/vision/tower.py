@@ -1,7 +1,4 @@
-"""The interface of vision towers, and their loading.
-
-Shapes: R rotated pairs.
-"""
+"""The interface of vision towers, and their loading."""
 
 from __future__ import annotations
 
@@ -10,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
-import torch
 from torch import Tensor
 
 from octavo.models.config_keys import ConfigKeys, wrong
@@ -78,8 +74,3 @@ def read_axes(text: ConfigKeys) -> tuple[int, ...]:
         for pair in range(axis, min(3 * sections[axis], len(axes)), 3):
             axes[pair] = axis
     return tuple(axes)
-
-
-def axes_tensor(axes: tuple[int, ...], device: torch.device) -> Tensor:
-    """int64 [R]."""
-    return torch.tensor(axes, dtype=torch.int64, device=device)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple, Protocol
+
+import torch
 
 from octavo.errors import CheckpointError
 from octavo.models.config import architecture
@@ -33,7 +35,7 @@ from octavo.models.vision.qwen import (
 )
 from octavo.models.vision.sam import GotTower
 from octavo.models.vision.siglip import Gemma3Tower, Idefics3Tower, PaliGemmaTower
-from octavo.models.vision.tower import Tower, VisionConfig, axes_tensor
+from octavo.models.vision.tower import Tower, VisionConfig
 from octavo.quant.stored.stored_weight import WeightFormat
 from octavo.quant.tensors import Renamed, TensorSource
 
@@ -41,7 +43,7 @@ from octavo.quant.tensors import Renamed, TensorSource
 class Family(Protocol):
     """A tower's class: it reads its configuration, and is constructed from that and the weights.
 
-    ``own_name`` gives the name that it has for a weight's name in the checkpoint, if they differ.
+    ``own_names``, if it has any: parts of weights' names in checkpoints, and what it has in their place.
     """
 
     def read_config(self, keys: ConfigKeys) -> Any: ...
@@ -145,9 +147,10 @@ def load_tower(
     """Load a tower, which is never quantised. Raises ``CheckpointError``."""
     family = family_of(values)
     assert family is not None, "the configuration was read"
-    own_name: Callable[[str], str] = getattr(family, "own_name", str)
-    names = [name for name in source.names() if not name.startswith(TEXT)]
-    weights = WeightLoader(Renamed(source, {own_name(name.removeprefix("model.")): name for name in names}), form)
+    names = {name.removeprefix("model."): name for name in source.names() if not name.startswith(TEXT)}
+    for part, own in getattr(family, "own_names", {}).items():
+        names = {name.replace(part, own): stored for name, stored in names.items()}
+    weights = WeightLoader(Renamed(source, names), form)
     tower = family(config, weights)
     return LoadedTower(config, tower, weights.num_parameters, weights.bytes_by_format)
 
@@ -163,4 +166,4 @@ def connect(model: CausalLM, config: VisionConfig, form: WeightFormat) -> None:
                 raise CheckpointError(
                     f"mrope_section: is of {len(config.axes)} rotated pairs; heads have {len(rotary.frequencies_R)}"
                 )
-            rotary.axes_R = axes_tensor(config.axes, form.device)
+            rotary.axes_R = torch.tensor(config.axes, dtype=torch.int64, device=form.device)
