@@ -18,7 +18,6 @@ from octavo.images.family_keys import (
     HALF,
     IMAGENET_DEVIATION,
     IMAGENET_MEAN,
-    MOST_PIXELS,
     ONES,
     TOKENS,
     VIDEO,
@@ -120,12 +119,10 @@ def _qwen(config: Mapping[str, Any], given: Mapping[str, Any], patch: int, scale
     most = given.get("max_pixels") or size.get("longest_edge") or 28 * 28 * 1280
     token = config.get("image_token_id") or config.get("image_token_index")
     return ImageProcessor(
-        settings={"rule": "area", "factor": side, "least": int(least), "most": int(most), "resample": 3}
-        | {"most_pixels": MOST_PIXELS},
+        settings={"rule": "area", "factor": side, "least": int(least), "most": int(most), "resample": 3},
         placeholder="<|image_pad|>",
         around=("<|vision_start|>", "<|vision_end|>"),
         token=int(token or config[TOKENS].get("<|image_pad|>", 151_655)),
-        token_text="<|image_pad|>",
         side=side,
         has_grid=True,
         **scaled,
@@ -142,7 +139,6 @@ def _video_settings(video: Mapping[str, Any], factor: int, least: int, most: int
         "least": least,
         "most": most,
         "resample": 3,
-        "most_pixels": MOST_PIXELS,
         "fps": float(video.get("fps") or 2),
         "least_frames": int(video.get("min_frames") or 4),
         "most_frames": int(video.get("max_frames") or 768),
@@ -183,10 +179,10 @@ def _qwen3(config: Mapping[str, Any], given: Mapping[str, Any]) -> ImageProcesso
 def _qwen25_omni(config: Mapping[str, Any], given: Mapping[str, Any]) -> ImageProcessor:
     """Its vocabulary has other texts for the ids of Qwen2.5-VL."""
     found, texts = _qwen25(config, given), {number: text for text, number in config[TOKENS].items()}
-    text = texts.get(found.token, found.token_text)
+    text = texts.get(found.token, found.placeholder)
     begin = texts.get(config.get("vision_start_token_id", 151_652), found.around[0])
     end = texts.get(config.get("vision_end_token_id", 151_653), found.around[1])
-    return dataclasses.replace(found, video=None, placeholder=text, token_text=text, around=(begin, end))
+    return dataclasses.replace(found, video=None, placeholder=text, around=(begin, end))
 
 
 def _qwen3_omni(config: Mapping[str, Any], given: Mapping[str, Any]) -> ImageProcessor:
@@ -205,7 +201,6 @@ def _glm4v(config: Mapping[str, Any], given: Mapping[str, Any]) -> ImageProcesso
         placeholder="<|image|>",
         around=("<|begin_of_image|>", "<|end_of_image|>"),
         token=int(config.get("image_token_id") or config[TOKENS].get("<|image|>", 151_343)),
-        token_text="<|image|>",
         video=VideoForm(
             settings=_video_settings(video, found.side, 112 * 112, 28 * 28 * 60_000, **more),
             placeholder="<|begin_of_video|><|video|><|end_of_video|>",
@@ -231,7 +226,6 @@ def _paddleocr(config: Mapping[str, Any], given: Mapping[str, Any]) -> ImageProc
         placeholder="<|IMAGE_PLACEHOLDER|>",
         around=("<|IMAGE_START|>", "<|IMAGE_END|>"),
         token=int(config.get("image_token_id") or 100_295),
-        token_text="<|IMAGE_PLACEHOLDER|>",
     )
 
 
@@ -240,7 +234,7 @@ def _gemma3(config: Mapping[str, Any], given: Mapping[str, Any]) -> ImageProcess
     size = given.get("size") or {}
     return ImageProcessor(
         settings={"rule": "fixed", "height": int(size.get("height", side)), "width": int(size.get("width", side))}
-        | {"resample": int(given.get("resample", 2)), "most_pixels": MOST_PIXELS},
+        | {"resample": int(given.get("resample", 2))},
         placeholder="<start_of_image>",
         before="\n\n<start_of_image>",
         after="<end_of_image>\n\n",
@@ -257,11 +251,10 @@ def _paligemma(config: Mapping[str, Any], given: Mapping[str, Any]) -> ImageProc
     side = int(inner.get("image_size", 224))
     settings = {"rule": "fixed", "height": int(size.get("height", side)), "width": int(size.get("width", side))}
     return ImageProcessor(
-        settings=settings | {"resample": int(given.get("resample", 3)), "most_pixels": MOST_PIXELS},
+        settings=settings | {"resample": int(given.get("resample", 3))},
         placeholder="<image>",
         after="<bos>",
         token=int(config.get("image_token_index") or config.get("image_token_id") or 256_000),
-        token_text="<image>",
         num_tokens=(side // int(inner.get("patch_size", 14))) ** 2,
         vocabulary={"<bos>": int(config[TOKENS].get("<bos>", 2))},
         is_prefix=True,
@@ -278,7 +271,7 @@ def _gemma4(config: Mapping[str, Any], given: Mapping[str, Any]) -> ImageProcess
     is_scaled = config["architectures"][0] == "Gemma4ForConditionalGeneration"  # by the tower itself
     before, after = texts.get(config.get("boi_token_id"), "<|image>"), texts.get(config.get("eoi_token_id"), "<image|>")
     settings = {"rule": "squares", "factor": side, "most": int(given.get("max_soft_tokens", 280))}
-    settings |= {"resample": int(given.get("resample", 3)), "most_pixels": MOST_PIXELS}
+    settings |= {"resample": int(given.get("resample", 3))}
     most = int(config[VIDEO].get("max_soft_tokens") or 70)
     sampling = {"sampling": "starts", "fps": 0, "most_frames": int(config[VIDEO].get("num_frames") or 32)}
     return ImageProcessor(
@@ -294,7 +287,6 @@ def _gemma4(config: Mapping[str, Any], given: Mapping[str, Any]) -> ImageProcess
         before=before,
         after=after,
         token=token,
-        token_text=texts.get(token, "<|image|>"),
         side=side,
         mean=HALF if is_scaled else ZEROS,
         deviation=HALF if is_scaled else ONES,
@@ -306,11 +298,9 @@ def _mistral3(config: Mapping[str, Any], given: Mapping[str, Any]) -> ImageProce
     side = int(inner.get("patch_size", 14)) * int(config.get("spatial_merge_size", 2))
     longest = int((given.get("size") or {}).get("longest_edge") or inner.get("image_size", 1540))
     return ImageProcessor(
-        settings={"rule": "longest", "longest": longest, "factor": side, "resample": int(given.get("resample", 3))}
-        | {"most_pixels": MOST_PIXELS},
+        settings={"rule": "longest", "longest": longest, "factor": side, "resample": int(given.get("resample", 3))},
         placeholder="[IMG]",
         token=int(config.get("image_token_id", config.get("image_token_index", 10))),
-        token_text="[IMG]",
         side=side,
         vocabulary=dict(zip(PIXTRAL_ENDS, (12, 13), strict=True))
         | {end: int(config[TOKENS][end]) for end in PIXTRAL_ENDS if end in config[TOKENS]},
@@ -327,7 +317,6 @@ def _lighton(config: Mapping[str, Any], given: Mapping[str, Any]) -> ImageProces
         settings={**found.settings, "factor": factor, "side": found.side},
         placeholder="<|image_pad|>",
         token=int(config.get("image_token_id") or 151_655),
-        token_text="<|image_pad|>",
         layout=by_size,
     )
 
@@ -339,7 +328,7 @@ def _kimi(config: Mapping[str, Any], given: Mapping[str, Any]) -> ImageProcessor
     most = given.get("in_patch_limit") or given.get("in_token_limit") or given.get("max_patches") or 4096
     longest = given.get("patch_limit_on_one_side") or (given.get("size") or {}).get("max_height") or 512
     settings = {"rule": "padded", "patch": patch, "factor": side, "most": int(most), "longest": int(longest)}
-    settings |= {"resample": 3, "most_pixels": MOST_PIXELS}
+    settings |= {"resample": 3}
     video = None
     if config["architectures"][0] != "KimiVLForConditionalGeneration":
         of_frame = given.get("in_patch_limit_each_frame") or config[VIDEO].get("max_patches") or 4096
@@ -356,7 +345,6 @@ def _kimi(config: Mapping[str, Any], given: Mapping[str, Any]) -> ImageProcessor
         video=video,
         placeholder="<|media_pad|>",
         token=int(config.get("media_placeholder_token_id") or config.get("image_token_id") or 163_605),
-        token_text="<|media_pad|>",
         side=side,
         **scaling(given, HALF, HALF),
     )
@@ -384,16 +372,15 @@ def _internvl(config: Mapping[str, Any], given: Mapping[str, Any]) -> ImageProce
     frame |= {"sampling": "middles", "most_frames": int(video.get("num_frames") or 8)}
     return ImageProcessor(
         settings={"rule": "grid", "height": height, "width": width, "least": int(least), "most": int(most)}
-        | {"tokens": count, "resample": int(given.get("resample", 3)), "most_pixels": MOST_PIXELS},
+        | {"tokens": count, "resample": int(given.get("resample", 3))},
         placeholder="<IMG_CONTEXT>",
         before="<img>",
         after="</img>",
         token=int(config.get("image_token_id") or config[TOKENS].get("<IMG_CONTEXT>", 151_667)),
-        token_text="<IMG_CONTEXT>",
         num_tokens=count,
         layout=by_tile,
         video=VideoForm(
-            settings=frame | {"resample": 3, "most_pixels": MOST_PIXELS},
+            settings=frame | {"resample": 3},
             placeholder="<video>",
             each="Frame{number}: <img>{token}</img>",
             between="\n",
@@ -411,8 +398,7 @@ def _llava(config: Mapping[str, Any], given: Mapping[str, Any]) -> ImageProcesso
     token = int(config.get("image_token_index") or config.get("image_token_id") or 32_000)
     texts = {number: text for text, number in config[TOKENS].items()}
     return ImageProcessor(
-        settings={"rule": "middle", "side": side, "resample": int(given.get("resample", 3))}
-        | {"most_pixels": MOST_PIXELS},
+        settings={"rule": "middle", "side": side, "resample": int(given.get("resample", 3))},
         placeholder="<image>",
         token=token,
         token_text=texts.get(token, "<image>"),
@@ -440,8 +426,7 @@ def _llava_onevision(config: Mapping[str, Any], given: Mapping[str, Any]) -> Ima
     side = found.settings["side"]
     frame = {"rule": "fixed", "height": size.get("height", side), "width": size.get("width", side), "resample": 3}
     video = VideoForm(
-        settings=frame
-        | {"sampling": "rate", "fps": 0, "least_frames": 1, "most_frames": 32, "most_pixels": MOST_PIXELS},
+        settings=frame | {"sampling": "rate", "fps": 0, "least_frames": 1, "most_frames": 32},
         placeholder="<video>",
         each="{token}",
         num_tokens=quarter(found.settings["cells"]),
@@ -460,11 +445,9 @@ def _idefics3(config: Mapping[str, Any], given: Mapping[str, Any]) -> ImageProce
     vocabulary = {text: known[text] for text in texts} | ({LINES: known[LINES]} if LINES in known else {})
     return ImageProcessor(
         settings={"rule": "split", "side": side, "longest": longest, "tokens": count}
-        | {"splits": bool(given.get("do_image_splitting", True)), "resample": int(given.get("resample", 1))}
-        | {"most_pixels": MOST_PIXELS},
+        | {"splits": bool(given.get("do_image_splitting", True)), "resample": int(given.get("resample", 1))},
         placeholder="<image>",
         token=int(config.get("image_token_id") or known["<image>"]),
-        token_text="<image>",
         num_tokens=count,
         vocabulary=vocabulary,
         layout=in_split,

@@ -10,8 +10,6 @@ CLIP_MEAN, CLIP_DEVIATION = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.
 HALF, ZEROS, ONES = (0.5,) * 3, (0.0,) * 3, (1.0,) * 3
 TOKENS, VIDEO = "added_tokens", "video_processor"
 """Where a family finds the ids of added tokens, and what is said of videos, next to the configuration."""
-MOST_PIXELS = 40_000_000
-"""Most pixels of a file, which is decoded as a whole."""
 
 
 def scaling(given: Mapping[str, Any], mean: tuple[float, ...], deviation: tuple[float, ...]) -> dict[str, Any]:

@@ -30,6 +30,8 @@ from octavo.system.child_worker import FAILED, LENGTH, REFUSED, RENDERED, ChildW
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
 IMAGE, ANIMATION = "a PNG, JPEG, WebP, GIF or BMP image", "an MP4, WebM, GIF, WebP or PNG"
 SIXTEEN_BITS = ("I;16", "I;16L", "I;16B", "I;16N", "I")
+MOST_PIXELS = 40_000_000
+"""Of a file, which is decoded as a whole."""
 DEFAULT_RATE = 2.0
 """Frames a second of a video that is given as images."""
 NEEDS_PYAV = (
@@ -57,13 +59,13 @@ def _refused(message: str) -> Iterator[None]:
         raise ImageRefused(f"{message} ({type(error).__name__})") from None
 
 
-def opened(data: bytes, most_pixels: int, kind: str = IMAGE) -> Image.Image:
+def opened(data: bytes, kind: str = IMAGE) -> Image.Image:
     """The image of which only the header is read. Raises ``ImageRefused``."""
     with _refused(f"is not {kind} that can be read"):
         image = Image.open(io.BytesIO(data), formats=FORMATS)
         width, height = image.size
-    if width * height > most_pixels:
-        raise ImageRefused(f"has {width} x {height} pixels; at most {most_pixels} are allowed")
+    if width * height > MOST_PIXELS:
+        raise ImageRefused(f"has {width} x {height} pixels; at most {MOST_PIXELS} are allowed")
     if width < 1 or height < 1:
         raise ImageRefused("has no pixels")
     return image
@@ -90,7 +92,7 @@ def prepared(data: bytes, settings: dict[str, Any]) -> tuple[tuple[int, int, int
 
     ``settings`` are those of ``ImageProcessor``. Raises ``ImageRefused``.
     """
-    tiles, details = tiled(as_rgb(opened(data, settings["most_pixels"])), settings)
+    tiles, details = tiled(as_rgb(opened(data)), settings)
     shape, pixels = joined(tiles)
     return shape, details, pixels
 
@@ -126,25 +128,25 @@ def prepared_frames(files: Sequence[bytes], settings: dict[str, Any]) -> Frames:
 
 def _frames(files: Sequence[bytes], settings: dict[str, Any], choose: Choose) -> Iterator[Image.Image]:
     """The chosen frames, upright, in RGB."""
-    most_pixels, first = settings["most_pixels"], files[0]
+    first = files[0]
     if len(files) > 1:
         for place in choose(len(files), settings.get("rate") or DEFAULT_RATE):
-            yield as_rgb(opened(files[place], most_pixels))
+            yield as_rgb(opened(files[place]))
     elif first[:4] == b"\x1aE\xdf\xa3":
-        yield from _of_container(first, "matroska", most_pixels, choose)
+        yield from _of_container(first, "matroska", choose)
     elif first[4:8] == b"ftyp":
-        yield from _of_container(first, "mp4", most_pixels, choose)
+        yield from _of_container(first, "mp4", choose)
     else:
-        yield from _of_animation(first, most_pixels, choose)
+        yield from _of_animation(first, choose)
 
 
-def _of_animation(data: bytes, most_pixels: int, choose: Choose) -> Iterator[Image.Image]:
-    image = opened(data, most_pixels, ANIMATION)
+def _of_animation(data: bytes, choose: Choose) -> Iterator[Image.Image]:
+    image = opened(data, ANIMATION)
     total, seconds = getattr(image, "n_frames", 1), 0.0
     for place in range(total):
         _seek(image, place)
         seconds += (image.info.get("duration") or 100) / 1000
-    image = opened(data, most_pixels)  # as not every format can go back
+    image = opened(data)  # as not every format can go back
     for place in choose(total, total / seconds):
         _seek(image, place)
         yield as_rgb(image)
@@ -156,7 +158,7 @@ def _seek(image: Image.Image, place: int) -> None:
         image.load()
 
 
-def _of_container(data: bytes, format: str, most_pixels: int, choose: Choose) -> Iterator[Image.Image]:
+def _of_container(data: bytes, format: str, choose: Choose) -> Iterator[Image.Image]:
     try:
         import av  # only here: most servers get no videos
     except ImportError:
@@ -165,15 +167,15 @@ def _of_container(data: bytes, format: str, most_pixels: int, choose: Choose) ->
         _refused("is damaged and cannot be decoded"),
         av.open(io.BytesIO(data), format=format) as container,
     ):
-        yield from _decoded(container, most_pixels, choose)
+        yield from _decoded(container, choose)
 
 
-def _decoded(container: Any, most_pixels: int, choose: Choose) -> Iterator[Image.Image]:
+def _decoded(container: Any, choose: Choose) -> Iterator[Image.Image]:
     stream = container.streams.video[0]
     context = stream.codec_context
     context.thread_count = 1
-    if context.width * context.height > most_pixels:
-        raise ImageRefused(f"has {context.width} x {context.height} pixels; at most {most_pixels} are allowed")
+    if context.width * context.height > MOST_PIXELS:
+        raise ImageRefused(f"has {context.width} x {context.height} pixels; at most {MOST_PIXELS} are allowed")
     total = sum(1 for packet in container.demux(stream) if packet.size and not packet.is_discard)
     if not total:
         raise ImageRefused("has no frames")
@@ -183,9 +185,9 @@ def _decoded(container: Any, most_pixels: int, choose: Choose) -> Iterator[Image
         for count, frame in enumerate(container.decode(stream), 1):
             while wanted and wanted[0] == count - 1:
                 wanted.pop(0)
-                if frame.width * frame.height > most_pixels:
+                if frame.width * frame.height > MOST_PIXELS:
                     found = f"{frame.width} x {frame.height}"
-                    raise ImageRefused(f"has frames of {found} pixels; {most_pixels} are allowed")
+                    raise ImageRefused(f"has frames of {found} pixels; {MOST_PIXELS} are allowed")
                 image = frame.to_image()
                 yield image.rotate(frame.rotation, expand=True) if frame.rotation else image
             if not wanted:

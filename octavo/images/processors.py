@@ -182,8 +182,8 @@ class ImageProcessor:
     """Text that the processor puts around what stands for an image."""
     token: int
     """Id of the token at each embedding's position."""
-    token_text: str
-    """Its text in the vocabulary."""
+    token_text: str = ""
+    """Its text in the vocabulary, if that is not the placeholder."""
     side: int = 0
     """Pixels of the side of an embedding, where images differ in size."""
     has_grid: bool = False
@@ -217,7 +217,7 @@ class ImageProcessor:
     @property
     def written(self) -> str:
         """What the model reads in place of the placeholder, with one token for all embeddings of an image."""
-        return f"{self.before}{self.token_text}{self.after}"
+        return f"{self.before}{self.token_text or self.placeholder}{self.after}"
 
     def settings_for(self, detail: str) -> dict[str, Any]:
         """The settings for a client's ``detail``."""
@@ -245,7 +245,7 @@ class ImageProcessor:
             details = self.video.details(start + group >= count)
             elapsed = self.video.elapsed(frames, start // group)
             images.append(PreparedImage((len(members), rows, columns), details, pixels, elapsed))
-        return PreparedVideo(images, self.video.written(frames, self.token_text))
+        return PreparedVideo(images, self.video.written(frames, self.token_text or self.placeholder))
 
     def tokens(self, image: PreparedImage) -> list[int]:
         """The ids that stand for an image."""

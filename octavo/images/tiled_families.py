@@ -7,7 +7,7 @@ import string
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from octavo.images.family_keys import CLIP_DEVIATION, CLIP_MEAN, HALF, MOST_PIXELS, TOKENS, scaling
+from octavo.images.family_keys import CLIP_DEVIATION, CLIP_MEAN, HALF, TOKENS, scaling
 from octavo.images.processors import (
     LFM_PLACE,
     LFM_WHOLE,
@@ -48,12 +48,11 @@ def _cohere(config: Mapping[str, Any], given: Mapping[str, Any]) -> ImageProcess
     settings = {"rule": "canvas", "side": side, "height": side, "width": side, "tokens": count + 1, "least": 1}
     settings |= {"most": int(given.get("max_patches") or 12) if splits else 1}
     return ImageProcessor(
-        settings=settings | {"resample": int(given.get("resample", 3)), "most_pixels": MOST_PIXELS},
+        settings=settings | {"resample": int(given.get("resample", 3))},
         placeholder="<|IMG_PATCH|>",
         before="<|START_OF_IMG|>",
         after="<|END_OF_IMG|>",
         token=int(config.get("image_token_id") or 255_036),
-        token_text="<|IMG_PATCH|>",
         num_tokens=count,
         vocabulary=found,
         layout=in_ended,
@@ -77,7 +76,7 @@ def _aya(config: Mapping[str, Any], given: Mapping[str, Any]) -> ImageProcessor 
         return None
     settings = {"rule": "grid", "height": side, "width": side, "tokens": count + 1, "least": least, "most": most}
     return ImageProcessor(
-        settings=settings | {"resample": int(given.get("resample", 3)), "most_pixels": MOST_PIXELS},
+        settings=settings | {"resample": int(given.get("resample", 3))},
         placeholder="<image>",
         before="<|START_OF_IMG|>",
         after="<|END_OF_IMG|>",
@@ -97,11 +96,10 @@ def _got_ocr2(config: Mapping[str, Any], given: Mapping[str, Any]) -> ImageProce
         least = most = 1
     settings = {"rule": "grid", "height": side, "width": side, "tokens": count, "least": least, "most": most}
     return ImageProcessor(
-        settings=settings | {"resample": int(given.get("resample", 3)), "most_pixels": MOST_PIXELS},
+        settings=settings | {"resample": int(given.get("resample", 3))},
         placeholder="<imgpad>",
         around=("<img>", "</img>"),
         token=int(config.get("image_token_index") or config.get("image_token_id") or 151_859),
-        token_text="<imgpad>",
         num_tokens=count,
         layout=by_tile,
         **scaling(given, CLIP_MEAN, CLIP_DEVIATION),
@@ -116,7 +114,7 @@ def _llama4(config: Mapping[str, Any], given: Mapping[str, Any]) -> ImageProcess
     settings = {"rule": "fitted", "side": side, "tokens": count + 1, "least": 1}
     settings |= {"most": int(given.get("max_patches") or 16), "largest": bool(given.get("resize_to_max_canvas"))}
     return ImageProcessor(
-        settings=settings | {"resample": int(given.get("resample", 2)), "most_pixels": MOST_PIXELS},
+        settings=settings | {"resample": int(given.get("resample", 2))},
         placeholder="<|image|>",
         before="<|image_start|>",
         after="<|image_end|>",
@@ -138,10 +136,9 @@ def _deepseek_vl2(config: Mapping[str, Any], given: Mapping[str, Any]) -> ImageP
     cells = -(-(side // int(inner.get("patch_size", 14))) // merge)
     settings |= {"cells": cells, "between": cells + 1, "most": 0, "resample": 3}
     return ImageProcessor(
-        settings=settings | {"grey": [int(mean * 255) for mean in scaled["mean"]], "most_pixels": MOST_PIXELS},
+        settings=settings | {"grey": [int(mean * 255) for mean in scaled["mean"]]},
         placeholder="<image>",
         token=int(config[TOKENS]["<image>"]),
-        token_text="<image>",
         most_in_tiles=2,
         layout=in_two_views,
         **scaled,
@@ -163,10 +160,9 @@ def _deepseek_ocr(config: Mapping[str, Any], given: Mapping[str, Any]) -> ImageP
     settings |= {"whole": whole * (whole + ends) + 1, "resample": int(given.get("resample", 3))}
     grey = given.get("background_color") or [int(mean * 255) for mean in scaled["mean"]]
     return ImageProcessor(
-        settings=settings | {"grey": [int(number) for number in grey], "most_pixels": MOST_PIXELS},
+        settings=settings | {"grey": [int(number) for number in grey]},
         placeholder="<image>",
         token=int(config.get("image_token_id") or config[TOKENS]["<image>"]),
-        token_text="<image>",
         layout=in_views,
         **scaled,
     )
@@ -189,12 +185,11 @@ def _lfm2(config: Mapping[str, Any], given: Mapping[str, Any]) -> ImageProcessor
     if (found := _tokens(config, [*places, LFM_WHOLE])) is None:
         return None
     return ImageProcessor(
-        settings=settings | {"resample": int(given.get("resample", 2)), "most_pixels": MOST_PIXELS},
+        settings=settings | {"resample": int(given.get("resample", 2))},
         placeholder="<image>",
         before="<|image_start|>",
         after="<|image_end|>",
         token=int(config.get("image_token_id") or config.get("image_token_index") or 396),
-        token_text="<image>",
         num_tokens=(tile // factor) ** 2,
         vocabulary=found,
         layout=in_places,
@@ -217,10 +212,9 @@ def _minicpm(config: Mapping[str, Any], given: Mapping[str, Any]) -> ImageProces
     token = int(config.get("image_token_id") or config[TOKENS]["<|image_pad|>"])
     texts = {number: text for text, number in config[TOKENS].items()}
     return ImageProcessor(
-        settings=settings | {"resample": int(given.get("resample", 3)), "most_pixels": MOST_PIXELS},
+        settings=settings | {"resample": int(given.get("resample", 3))},
         placeholder=texts.get(token, "<|image_pad|>"),
         token=token,
-        token_text=texts.get(token, "<|image_pad|>"),
         vocabulary=found,
         is_numbered=is_numbered,
         layout=in_slices,
