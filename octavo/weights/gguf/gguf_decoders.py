@@ -52,16 +52,10 @@ POSTNORM["post_attention_norm"], POSTNORM["post_ffw_norm"] = "post_attention_lay
 UNGATED = {**ATTENTION, "ffn_norm": "post_attention_layernorm", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj"}
 
 
-def _arcee(data: Metadata, config: Config) -> None:
-    read_llama(data, config)
-    config["hidden_act"] = "relu2"
-
-
 def _nemotron(data: Metadata, config: Config) -> None:
     """The converter has already added 1 to the norm weights."""
     read_llama(data, config, eps=(LAYER_NORM, "norm_eps"))
     data.get("attention.layer_norm_rms_epsilon")
-    config["hidden_act"], config["norms_include_one"] = "relu2", True
 
 
 def _apertus(data: Metadata, config: Config) -> None:
@@ -82,7 +76,7 @@ def _minicpm(data: Metadata, config: Config) -> None:
     config["dim_model_base"] = width / data.real("logit_scale", width / 256)
 
 
-def _granite(data: Metadata, config: Config) -> None:
+def read_granite(data: Metadata, config: Config) -> None:
     read_llama(data, config)
     read_factors(data, config)
 
@@ -104,11 +98,6 @@ def _ernie(data: Metadata, config: Config) -> None:
     read_llama(data, config)
     drop(config, "attention_bias", "mlp_bias")
     config["use_bias"] = has_bias(data, "attn_q")
-
-
-def _smollm3(data: Metadata, config: Config) -> None:
-    """Every fourth layer is without positions, which files do not say."""
-    read_llama(data, config)
 
 
 def _ministral3(data: Metadata, config: Config) -> None:
@@ -301,6 +290,7 @@ MPT = {
 MPT_OUTER = {"token_embd": "transformer.wte", "output_norm": "transformer.norm_f", "output": "lm_head"}
 STARCODER = {**ATTENTION, "ffn_norm": "post_attention_layernorm", "ffn_up": "mlp.c_fc", "ffn_down": "mlp.c_proj"}
 STABLELM = {**LLAMA, "attn_q_norm": "self_attn.q_layernorm", "attn_k_norm": "self_attn.k_layernorm"}
+NEMOTRON = {"hidden_act": "relu2", "norms_include_one": True}
 APERTUS = {**UNGATED, **HEAD_NORMS, "attn_norm": "attention_layernorm", "ffn_norm": "feedforward_layernorm"}
 XIELU = {f"xielu.{name}": f"mlp.act_fn.{name}" for name in ("alpha_p", "alpha_n")}
 PHI = {**ATTENTION, "attn_output": "self_attn.dense", "ffn_up": "mlp.fc1", "ffn_down": "mlp.fc2"}
@@ -309,7 +299,7 @@ FALCON = GgufFamily("FalconForCausalLM", BLOOM, _falcon, BLOOM_OUTER, "transform
 
 DECODERS: dict[str, GgufFamily] = {
     "apertus": GgufFamily("ApertusForCausalLM", APERTUS, _apertus, numbers=XIELU),
-    "arcee": GgufFamily("ArceeForCausalLM", UNGATED, _arcee, is_permuted=True),
+    "arcee": GgufFamily("ArceeForCausalLM", UNGATED, read_llama, is_permuted=True, values={"hidden_act": "relu2"}),
     "bloom": GgufFamily("BloomForCausalLM", BLOOM, _bloom, BLOOM_OUTER, "transformer.h.", order=_fused_order),
     "chatglm": GgufFamily("GlmForCausalLM", GLM, _glm),
     "command-r": GgufFamily("CohereForCausalLM", COHERE, _cohere),
@@ -318,17 +308,17 @@ DECODERS: dict[str, GgufFamily] = {
     "exaone4": GgufFamily("Exaone4ForCausalLM", POSTNORM, _exaone4),
     "falcon": replace(FALCON, variants={"attn_norm_2": replace(FALCON, layer=FALCON_TWO)}),
     "gptneox": GgufFamily("GPTNeoXForCausalLM", NEOX, _neox, NEOX_OUTER, "gpt_neox.layers.", order=_fused_order),
-    "granite": GgufFamily("GraniteForCausalLM", LLAMA, _granite, is_permuted=True),
+    "granite": GgufFamily("GraniteForCausalLM", LLAMA, read_granite, is_permuted=True),
     "hunyuan-dense": GgufFamily("HunYuanDenseV1ForCausalLM", HUNYUAN, _hunyuan),
     "minicpm": GgufFamily("MiniCPMForCausalLM", LLAMA, _minicpm, is_permuted=True),
     "mistral3": GgufFamily("Ministral3ForCausalLM", LLAMA, _ministral3, is_permuted=True),
     "mpt": GgufFamily("MptForCausalLM", MPT, _mpt, MPT_OUTER, "transformer.blocks."),
-    "nemotron": GgufFamily("NemotronForCausalLM", UNGATED, _nemotron),
+    "nemotron": GgufFamily("NemotronForCausalLM", UNGATED, _nemotron, values=NEMOTRON),
     "olmo": GgufFamily("OlmoForCausalLM", LLAMA, _olmo, is_permuted=True),
     "olmo2": GgufFamily("Olmo2ForCausalLM", POSTNORM, _olmo2),
     "phi2": GgufFamily("PhiForCausalLM", PHI, _phi2, PHI_OUTER),
     "seed_oss": GgufFamily("SeedOssForCausalLM", SEED, _seed_oss),
-    "smollm3": GgufFamily("SmolLM3ForCausalLM", LLAMA, _smollm3, is_permuted=True),
+    "smollm3": GgufFamily("SmolLM3ForCausalLM", LLAMA, read_llama, is_permuted=True),
     "stablelm": GgufFamily("StableLmForCausalLM", STABLELM, _stablelm),
     "starcoder2": GgufFamily("Starcoder2ForCausalLM", STARCODER, _starcoder2),
 }

@@ -82,6 +82,8 @@ class GgufFamily:
     has_attention: bool = True
     order: Callable[[Config, str, int], npt.NDArray[np.int64] | None] = lambda config, name, count: None
     """The index of the stored row for each of a parameter's rows, if they are in another order."""
+    values: Mapping[str, Any] = field(default_factory=dict)
+    """Keys of a configuration that files of the family do not say."""
     numbers: Mapping[str, str] = field(default_factory=dict)
     """Metadata keys, without any prefix, with a number of each layer, to the parameter in a layer that it is."""
     variants: Mapping[str, GgufFamily] = field(default_factory=dict)
@@ -102,6 +104,7 @@ def translate(file: GGUFFile, families: Mapping[str, GgufFamily]) -> tuple[GgufF
         family = other if f"blk.0.{tensor}.weight" in file.tensors else family
     config = _common(data, family)
     family.configure(data, config)
+    config |= family.values
     places = _places(file, name, family, config)
     for key, own in family.numbers.items():
         found = Metadata(file, "").array(key)

@@ -65,12 +65,8 @@ def _delta_experts(data: Metadata, config: Config) -> None:
 
 
 def _delta_sizes(data: Metadata, config: Config) -> None:
-    heads = data.count("ssm.time_step_rank")
-    config["linear_num_value_heads"] = heads
-    config["linear_num_key_heads"] = data.count("ssm.group_count")
-    config["linear_key_head_dim"] = data.count("ssm.state_size")
-    config["linear_value_head_dim"] = _of_heads(data, heads)
-    config["linear_conv_kernel_dim"] = data.count("ssm.conv_kernel")
+    sizes = ("num_value_heads", "value_head_dim", "num_key_heads", "key_head_dim", "conv_kernel_dim")
+    _read_heads(data, config, *(f"linear_{name}" for name in sizes))
     config["full_attention_interval"] = data.count("full_attention_interval", 4)
     if data.has("attention.recurrent_layers"):
         kinds = {True: "linear_attention", False: "full_attention"}
@@ -83,14 +79,7 @@ def _delta_sizes(data: Metadata, config: Config) -> None:
         with_sections(data, config, is_interleaved=True)
 
 
-def _tiled_delta(data: Metadata, config: Config) -> None:
-    _delta(data, config)
-    config["has_tiled_heads"] = True
-
-
-def _tiled_delta_experts(data: Metadata, config: Config) -> None:
-    _delta_experts(data, config)
-    config["has_tiled_heads"] = True
+TILED = {"has_tiled_heads": True}
 
 
 def _tiled_order(config: Config, name: str, count: int) -> npt.NDArray[np.int64] | None:
@@ -108,11 +97,15 @@ def _tiled_order(config: Config, name: str, count: int) -> npt.NDArray[np.int64]
     return np.concatenate((np.arange(before), own))
 
 
-def _of_heads(data: Metadata, heads: int) -> int:
-    """The numbers of each head of a recurrent layer."""
+def _read_heads(data: Metadata, config: Config, *names: str) -> None:
+    """Set, under these names, the heads of a recurrent layer, their width, groups, the size of a state, the width of
+    the convolution, and whether that and the map of inputs have biases."""
+    heads = data.count("ssm.time_step_rank")
     if (inner := data.count("ssm.inner_size")) % heads:
         data.fail("ssm.inner_size", f"is {inner}, but must be a multiple of the number of heads, {heads}")
-    return inner // heads
+    sizes = (data.count(f"ssm.{name}") for name in ("group_count", "state_size", "conv_kernel"))
+    biases = (has_bias(data, f"ssm_{name}") for name in ("conv1d", "in"))
+    config |= zip(names, (heads, inner // heads, *sizes, *biases), strict=False)
 
 
 # LFM2: short convolutions.
@@ -213,17 +206,15 @@ FALCON = {
 FALCON_OUTER = {"token_embd": "model.embed_tokens", "output_norm": "model.final_layernorm", "output": "lm_head"}
 
 
+BIASES = ("use_conv_bias", "use_bias")
+
+
 def _mamba2(data: Metadata, config: Config) -> None:
     del config["num_attention_heads"]
     data.get("feed_forward_length")  # 0
-    heads = data.count("ssm.time_step_rank")
-    config["num_heads"], config["head_dim"] = heads, _of_heads(data, heads)
-    config["expand"] = heads * config["head_dim"] // config["hidden_size"]
-    config["n_groups"] = data.count("ssm.group_count")
-    config["state_size"] = data.count("ssm.state_size")
-    config["conv_kernel"] = data.count("ssm.conv_kernel")
+    _read_heads(data, config, "num_heads", "head_dim", "n_groups", "state_size", "conv_kernel", *BIASES)
+    config["expand"] = config["num_heads"] * config["head_dim"] // config["hidden_size"]
     config["layer_norm_epsilon"] = data.real("attention.layer_norm_rms_epsilon")
-    config["use_conv_bias"], config["use_bias"] = has_bias(data, "ssm_conv1d"), has_bias(data, "ssm_in")
 
 
 def _mamba(data: Metadata, config: Config) -> None:
@@ -250,16 +241,12 @@ def _nemotron_h(data: Metadata, config: Config) -> None:
     for key in ("freq_base", "dimension_count", "scaling.type"):
         data.get(f"rope.{key}")  # no position is rotated
     config["attention_bias"], config["mlp_bias"] = has_bias(data, "attn_q"), has_bias(data, "ffn_up")
-    config["use_conv_bias"], config["use_bias"] = has_bias(data, "ssm_conv1d"), has_bias(data, "ssm_in")
     names = ("attention.layer_norm_rms_epsilon", "attention.layer_norm_epsilon")  # of older and newer files
     config["layer_norm_epsilon"] = data.real(names[not data.has(names[0])])
     for name in names:
         data.get(name)
-    heads = data.count("ssm.time_step_rank")
-    config["mamba_num_heads"], config["mamba_head_dim"] = heads, _of_heads(data, heads)
-    config["n_groups"] = data.count("ssm.group_count")
-    config["ssm_state_size"] = data.count("ssm.state_size")
-    config["conv_kernel"] = data.count("ssm.conv_kernel")
+    names_of_sizes = ("mamba_num_heads", "mamba_head_dim", "n_groups", "ssm_state_size", "conv_kernel")
+    _read_heads(data, config, *names_of_sizes, *BIASES)
 
 
 def _nemotron_h_moe(data: Metadata, config: Config) -> None:
@@ -272,12 +259,8 @@ def _nemotron_h_moe(data: Metadata, config: Config) -> None:
 
 
 def _bamba_sizes(data: Metadata, config: Config) -> None:
-    heads = data.count("ssm.time_step_rank")
-    config["mamba_n_heads"], config["mamba_d_head"] = heads, _of_heads(data, heads)
-    config["mamba_n_groups"] = data.count("ssm.group_count")
-    config["mamba_d_state"] = data.count("ssm.state_size")
-    config["mamba_d_conv"] = data.count("ssm.conv_kernel")
-    config["mamba_conv_bias"], config["mamba_proj_bias"] = has_bias(data, "ssm_conv1d"), has_bias(data, "ssm_in")
+    names = ("n_heads", "d_head", "n_groups", "d_state", "d_conv", "conv_bias", "proj_bias")
+    _read_heads(data, config, *(f"mamba_{name}" for name in names))
 
 
 def _granite_hybrid(data: Metadata, config: Config) -> None:
@@ -404,8 +387,8 @@ def _kimi_linear(data: Metadata, config: Config) -> None:
 
 HYBRIDS: dict[str, GgufFamily] = {
     "qwen3next": GgufFamily("Qwen3NextForCausalLM", DELTA_EXPERTS, _delta_experts),
-    "qwen35": GgufFamily("Qwen3_5ForCausalLM", {**DELTA, **GATED}, _tiled_delta, order=_tiled_order),
-    "qwen35moe": GgufFamily("Qwen3_5MoeForCausalLM", DELTA_EXPERTS, _tiled_delta_experts, order=_tiled_order),
+    "qwen35": GgufFamily("Qwen3_5ForCausalLM", {**DELTA, **GATED}, _delta, order=_tiled_order, values=TILED),
+    "qwen35moe": GgufFamily("Qwen3_5MoeForCausalLM", DELTA_EXPERTS, _delta_experts, order=_tiled_order, values=TILED),
     "lfm2": GgufFamily("Lfm2ForCausalLM", LFM2_EXPERTS, _lfm2, LFM2_OUTER),
     "lfm2moe": GgufFamily("Lfm2MoeForCausalLM", LFM2_EXPERTS, _lfm2_moe, LFM2_OUTER),
     "mamba": GgufFamily(

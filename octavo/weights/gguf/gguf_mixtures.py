@@ -9,7 +9,7 @@ from octavo.weights.gguf.gguf_decoders import (
     LAYER_NORM,
     SLIDING,
     drop,
-    read_factors,
+    read_granite,
     read_windows,
 )
 from octavo.weights.gguf.gguf_families import (
@@ -48,10 +48,11 @@ def first_sparse(data: Metadata, config: Config) -> int:
     return found
 
 
-def _experts(data: Metadata, config: Config, kv_heads: int | None = None, head_dim: int | None = None) -> None:
+def read_sparse(data: Metadata, config: Config, kv_heads: int | None = None, head_dim: int | None = None) -> None:
     """The keys that DeepSeek's, GLM's and their relatives' configurations share; see ``read_llama``."""
     read_llama(data, config, data.count("expert_feed_forward_length"), kv_heads, head_dim=head_dim)
     read_routing(data, config)
+    must_be_sigmoid(data)
     config["n_shared_experts"] = data.count("expert_shared_count", 0, low=0)
     config["first_k_dense_replace"] = first_sparse(data, config)
 
@@ -66,8 +67,7 @@ GLM4V_MOE = "Glm4vMoeForConditionalGeneration"
 
 
 def _glm4_moe(data: Metadata, config: Config) -> None:
-    _experts(data, config)
-    must_be_sigmoid(data)
+    read_sparse(data, config)
     config["use_qk_norm"] = "blk.0.attn_q_norm.weight" in data.file.tensors
     config.setdefault("partial_rotary_factor", 1.0)
     if data.has("rope.dimension_sections"):
@@ -75,15 +75,8 @@ def _glm4_moe(data: Metadata, config: Config) -> None:
         with_sections(data, config)
 
 
-def _dots1(data: Metadata, config: Config) -> None:
-    _experts(data, config)
-    must_be_sigmoid(data)
-    config["sliding_window"] = None  # files have none
-
-
 def _exaone_moe(data: Metadata, config: Config) -> None:
-    _experts(data, config)
-    must_be_sigmoid(data)
+    read_sparse(data, config)
     config["num_experts"] = config.pop("n_routed_experts")
     config["num_shared_experts"] = config.pop("n_shared_experts")
     data.get("expert_shared_feed_forward_length")
@@ -109,8 +102,7 @@ def _hunyuan_moe(data: Metadata, config: Config) -> None:
 
 
 def _hy_v3(data: Metadata, config: Config) -> None:
-    _experts(data, config)
-    must_be_sigmoid(data)
+    read_sparse(data, config)
     _list_sparse_layers(config)
     config["num_experts"] = config.pop("n_routed_experts")
     config["num_shared_experts"] = data.count("expert_shared_feed_forward_length") // config["moe_intermediate_size"]
@@ -136,8 +128,7 @@ def _olmoe(data: Metadata, config: Config) -> None:
 
 
 def _granite_moe(data: Metadata, config: Config) -> None:
-    read_llama(data, config)
-    read_factors(data, config)
+    read_granite(data, config)
     config["has_separate_gates"] = True
     read_experts(data, config, "num_local_experts")
     if data.has("expert_shared_feed_forward_length"):
@@ -164,8 +155,7 @@ def _cohere2_moe(data: Metadata, config: Config) -> None:
 
 def _afmoe(data: Metadata, config: Config) -> None:
     """Files are of models whose embeddings are scaled, and do not say so."""
-    _experts(data, config)
-    must_be_sigmoid(data)
+    read_sparse(data, config)
     config["num_experts"] = config.pop("n_routed_experts")
     config["num_shared_experts"] = config.pop("n_shared_experts")
     config["num_dense_layers"] = config.pop("first_k_dense_replace")
@@ -176,8 +166,7 @@ def _afmoe(data: Metadata, config: Config) -> None:
 
 
 def _bailing2(data: Metadata, config: Config) -> None:
-    _experts(data, config)
-    must_be_sigmoid(data)
+    read_sparse(data, config)
     tensors = data.file.tensors
     config["num_experts"], count = config.pop("n_routed_experts"), config.pop("n_shared_experts")
     config["num_shared_experts"] = count
@@ -223,8 +212,7 @@ def _mimo2(data: Metadata, config: Config) -> None:
     least = min(kv_heads)
     if kv_heads != [least * (1 + (kind == SLIDING)) for kind in config["layer_types"]]:
         data.fail("attention.head_count_kv", f"is {kv_heads}, expected twice as many in the layers with windows")
-    _experts(data, config, least, data.count("attention.key_length"))
-    must_be_sigmoid(data)
+    read_sparse(data, config, least, data.count("attention.key_length"))
     config["v_head_dim"] = data.count("attention.value_length")
     if data.has("attention.value_scale"):
         config["attention_value_scale"] = data.real("attention.value_scale")
@@ -286,7 +274,7 @@ MIXTURES: dict[str, GgufFamily] = {
         BAILING_OUTER,
     ),
     "cohere2moe": GgufFamily("Cohere2MoeForCausalLM", COHERE_MOE, _cohere2_moe),
-    "dots1": GgufFamily("Dots1ForCausalLM", GLM, _dots1),
+    "dots1": GgufFamily("Dots1ForCausalLM", GLM, read_sparse, values={"sliding_window": None}),
     "ernie4_5-moe": GgufFamily(
         "Ernie4_5_MoeForCausalLM", {**GLM, "exp_probs_b": "mlp.moe_statics.e_score_correction_bias"}, _ernie_moe
     ),
