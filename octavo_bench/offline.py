@@ -16,7 +16,8 @@ import re
 import resource
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -79,14 +80,40 @@ def checked_step(engine: Engine) -> list[Output]:
     return outputs
 
 
-def time_prefill(engine: Engine, requests: Sequence[Request]) -> float:
-    """Prompt tokens per second, first token of each sequence included. Raises ``ConfigError`` if a request fails."""
+def complete(engine: Engine, requests: Sequence[Request], after_step: Callable[[], object] = lambda: None) -> float:
+    """Seconds until all are served. Raises ``ConfigError`` if a request fails, or gives another number of tokens."""
     for request in requests:
         engine.add(request)
-    start = time.perf_counter()
+    start, tokens = time.perf_counter(), 0
     while engine.has_work:
-        checked_step(engine)
-    return sum(len(request.prompt_tokens) for request in requests) / (time.perf_counter() - start)
+        tokens += sum(len(output.tokens) for output in checked_step(engine))
+        after_step()
+    seconds, wanted = time.perf_counter() - start, sum(request.max_tokens for request in requests)
+    if tokens != wanted:
+        raise ConfigError(f"{tokens} tokens were made, {wanted} were asked for")
+    return seconds
+
+
+def time_prefill(engine: Engine, requests: Sequence[Request]) -> float:
+    """Prompt tokens per second of requests for one token each. Raises ``ConfigError`` if a request fails."""
+    return sum(len(request.prompt_tokens) for request in requests) / complete(engine, requests)
+
+
+@contextmanager
+def decoding(engine: Engine, requests: Sequence[Request]) -> Iterator[None]:
+    """Sequences that have all begun to decode, and are gone afterwards. Raises ``ConfigError`` if a request fails."""
+    for request in requests:
+        engine.add(request)
+    started: set[int] = set()
+    while len(started) < len(requests):
+        started.update(output.request_id for output in checked_step(engine) if output.tokens)
+    try:
+        yield
+    finally:
+        for request in requests:
+            engine.abort(request.id)
+        while engine.has_work:
+            engine.step()
 
 
 def time_decode(engine: Engine, requests: Sequence[Request], steps: int) -> float:
@@ -94,21 +121,10 @@ def time_decode(engine: Engine, requests: Sequence[Request], steps: int) -> floa
 
     Raises ``ConfigError`` if a request fails.
     """
-    for request in requests:
-        engine.add(request)
-    started: set[int] = set()
-    while len(started) < len(requests):
-        started.update(output.request_id for output in checked_step(engine) if output.tokens)
-    tokens = 0
-    start = time.perf_counter()
-    for _ in range(steps):
-        tokens += sum(len(output.tokens) for output in checked_step(engine))
-    seconds = time.perf_counter() - start
-    for request in requests:
-        engine.abort(request.id)
-    while engine.has_work:
-        engine.step()
-    return tokens / seconds
+    with decoding(engine, requests):
+        start = time.perf_counter()
+        tokens = sum(len(output.tokens) for _ in range(steps) for output in checked_step(engine))
+        return tokens / (time.perf_counter() - start)
 
 
 def check_fit(info: EngineInfo, sequences: int, length: int) -> None:
@@ -171,22 +187,14 @@ def run_all(engine: Engine, info: EngineInfo, prompts: int, input_len: int, outp
     Raises ``ConfigError`` when a request fails or gives another number of tokens.
     """
     requests = random_requests(prompts, input_len, output_len, info.vocab_size, first_id, seed=first_id)
-    for request in requests:
-        engine.add(request)
-    tokens, steps = 0, 0
-    start = time.perf_counter()
-    while engine.has_work:
-        tokens += sum(len(output.tokens) for output in checked_step(engine))
-        steps += 1
-    seconds = time.perf_counter() - start
-    if tokens != prompts * output_len:
-        raise ConfigError(f"{tokens} tokens were made, {prompts * output_len} were asked for")
+    before = engine.stats().num_steps
+    seconds = complete(engine, requests)
     return {
         "seconds": seconds,
-        "steps": steps,
+        "steps": engine.stats().num_steps - before,
         "requests_s": prompts / seconds,
         "total_tok_s": prompts * (input_len + output_len) / seconds,
-        "output_tok_s": tokens / seconds,
+        "output_tok_s": prompts * output_len / seconds,
     }
 
 

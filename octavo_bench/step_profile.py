@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +24,8 @@ from octavo_bench.offline import (
     build_prepared,
     check_fit,
     checked_step,
+    complete,
+    decoding,
     random_requests,
     without_prefix_cache,
 )
@@ -50,7 +51,9 @@ class StepProfiler:
         chunks = -(-batch * context // self._info.max_num_batched_tokens)
         length = chunks + WARM_UP_STEPS + 2 * steps + 4
         check_fit(self._info, batch, context + length)
-        with self._running(batch, context, length):
+        requests = random_requests(batch, context, length, self._info.vocab_size, self._next_id, self._next_id)
+        self._next_id += batch
+        with decoding(self._engine, requests):
             for _ in range(WARM_UP_STEPS):
                 checked_step(self._engine)
             times = [self._timed() for _ in range(steps)]
@@ -60,44 +63,15 @@ class StepProfiler:
     def prefill(self, tokens: int, rounds: int) -> dict[str, Any]:
         """A prompt of ``tokens`` tokens, alone, to its first token; in several steps if one may not be that long."""
         check_fit(self._info, 1, tokens + 1)
-        self._prompt(self._make(tokens))
-        times = []
-        for _ in range(rounds):
-            request = self._make(tokens)  # thousands of random numbers take milliseconds, which are not the engine's
-            start = time.perf_counter()
-            self._prompt(request)
-            times.append((time.perf_counter() - start) * 1e3)
-        request = self._make(tokens)
-        found = self._profiled(f"prefill_{tokens}", 1, lambda: self._prompt(request))
+        requests = [self._make(tokens) for _ in range(rounds + 2)]  # which takes milliseconds that are not the engine's
+        times = [1e3 * complete(self._engine, [request]) for request in requests[:-1]][1:]
+        found = self._profiled(f"prefill_{tokens}", 1, lambda: complete(self._engine, requests[-1:]))
         return {"kind": "prefill", "batch": 1, "context": tokens, **_with_wall(found, times)}
-
-    @contextmanager
-    def _running(self, batch: int, context: int, max_tokens: int) -> Iterator[None]:
-        """Sequences that have all begun to decode, and are gone afterwards."""
-        requests = random_requests(batch, context, max_tokens, self._info.vocab_size, self._next_id, self._next_id)
-        self._next_id += batch
-        for request in requests:
-            self._engine.add(request)
-        started: set[int] = set()
-        while len(started) < batch:
-            started.update(output.request_id for output in checked_step(self._engine) if output.tokens)
-        try:
-            yield
-        finally:
-            for request in requests:
-                self._engine.abort(request.id)
-            while self._engine.has_work:
-                checked_step(self._engine)
 
     def _make(self, tokens: int) -> Request:
         (request,) = random_requests(1, tokens, 1, self._info.vocab_size, self._next_id, self._next_id)
         self._next_id += 1
         return request
-
-    def _prompt(self, request: Request) -> None:
-        self._engine.add(request)
-        while self._engine.has_work:
-            checked_step(self._engine)
 
     def _timed(self) -> float:
         start = time.perf_counter()

@@ -30,7 +30,7 @@ from octavo.errors import ConfigError
 from octavo.types import EngineInfo, Request
 from octavo_bench.dummy_models import model_folder
 from octavo_bench.figure_table import meaning
-from octavo_bench.offline import build_prepared, checked_step, random_requests
+from octavo_bench.offline import build_prepared, complete, random_requests
 from octavo_bench.report import Say, spread
 from octavo_bench.server_process import serve_octavo
 from octavo_fleet.proxy.connections import Connections, Headers
@@ -132,25 +132,10 @@ class Bench:
         first, self.next_id = self.next_id, self.next_id + count
         return random_requests(count, prompt, output, self.info.vocab_size, first, seed=first)
 
-    def run(self, requests: Sequence[Request]) -> tuple[float, int]:
-        """Seconds until all are served, and the most blocks in use on the way. Raises ``ConfigError``."""
-        wanted = sum(request.max_tokens for request in requests)
-        start = time.perf_counter()
-        for request in requests:
-            self.engine.add(request)
-        found, most = 0, 0
-        while self.engine.has_work:
-            found += sum(len(output.tokens) for output in checked_step(self.engine))
-            most = max(most, self.engine.stats().num_used_blocks)
-        seconds = time.perf_counter() - start
-        if found != wanted:
-            raise ConfigError(f"{found} tokens were made, {wanted} were asked for")
-        return seconds, most
-
     def timed(self, count: int, prompt: int, output: int, rounds: int) -> list[float]:
         """Seconds of each round, after one that does not count."""
-        self.run(self.requests(count, prompt, min(output, 8)))
-        return [self.run(self.requests(count, prompt, output))[0] for _ in range(rounds)]
+        complete(self.engine, self.requests(count, prompt, min(output, 8)))
+        return [complete(self.engine, self.requests(count, prompt, output)) for _ in range(rounds)]
 
 
 def alone_and_together(config: EngineConfig, sizes: SuiteSizes, rounds: int) -> Iterator[Row]:
@@ -167,8 +152,10 @@ def alone_and_together(config: EngineConfig, sizes: SuiteSizes, rounds: int) -> 
     info = bench.info
     per_block = info.memory["kv_cache"] / info.num_kv_blocks
     for count in sizes.batches:
-        _, most = bench.run(bench.requests(count, SHORT_PROMPT, sizes.output))
-        paged = info.memory["weights"] + most * per_block
+        used: list[int] = []
+        requests = bench.requests(count, SHORT_PROMPT, sizes.output)
+        complete(bench.engine, requests, lambda used=used: used.append(bench.engine.stats().num_used_blocks))
+        paged = info.memory["weights"] + max(used) * per_block
         whole = info.memory["weights"] + count * info.max_model_len / info.block_size * per_block
         yield row(
             sizes,
@@ -199,7 +186,7 @@ def _uneven(config: EngineConfig, sizes: SuiteSizes, rounds: int, policy: str) -
             Request(request.id, request.prompt_tokens, request.params, length)
             for request, length in zip(requests, mixed, strict=True)
         ]
-        values.append(sum(mixed) / bench.run(changed)[0])
+        values.append(sum(mixed) / complete(bench.engine, changed))
     return values
 
 

@@ -20,7 +20,7 @@ from octavo.engine.engine import Engine
 from octavo.errors import ConfigError
 from octavo.types import Request
 from octavo_bench.ablation import serve
-from octavo_bench.offline import check_fit, checked_step, random_requests, time_decode, time_prefill
+from octavo_bench.offline import check_fit, complete, random_requests, time_decode, time_prefill
 from octavo_bench.report import Say, spreads
 
 Figures = dict[str, float]
@@ -92,10 +92,7 @@ def _served(config: EngineConfig, work: SweepWork) -> Figures:
     gc.collect()  # the engine before
     engine, info = build_engine(config)
     check_fit(info, 1, work.input_len + work.output_len)
-    for request in random_requests(2, work.input_len, WARM_UP_TOKENS, info.vocab_size, 1 << 20, seed=1):
-        engine.add(request)
-    while engine.has_work:
-        checked_step(engine)
+    complete(engine, random_requests(2, work.input_len, WARM_UP_TOKENS, info.vocab_size, 1 << 20, seed=1))
     most_blocks, empty_share, most_context = 0, 0.0, 0
 
     def look() -> None:
