@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import os
 import random
-import statistics
 import string
 import time
 from collections.abc import Sequence
@@ -19,6 +18,7 @@ from octavo.llm.llm import LLM
 from octavo.system.cpus import default_num_threads
 from octavo.weights.hub import resolve_model
 from octavo_bench.peer_process import OFFLINE, SCRIPTS, PeerProcess
+from octavo_bench.report import beside
 
 MEDIAN_WORDS, SPREAD = 36, 0.9
 """Lengths are log-normal: half of the texts have fewer words, one in forty six times as many."""
@@ -63,15 +63,7 @@ def compare(llm: LLM, peer: PeerProcess, count: int, rounds: int) -> dict[str, A
     pairs = [(_run(llm, texts), peer.run({"texts": texts})) for _ in range(rounds + 1)]
     ours, theirs = (answer["first"] for answer in pairs[0])
     row: dict[str, Any] = {"num_texts": count, "cosine": round(_cosine(ours, theirs), 6)}
-    for figure in FIGURES:
-        of_both = [(a[figure], b[figure]) for a, b in pairs[1:]]
-        row[figure] = {
-            "octavo": round(statistics.median(a for a, _ in of_both), 3),
-            "peer": round(statistics.median(b for _, b in of_both), 3),
-            "ratio": round(statistics.median(b / a for a, b in of_both), 2),
-            "pairs": [[round(a, 3), round(b, 3)] for a, b in of_both],
-        }
-    return row
+    return row | {figure: beside([(a[figure], b[figure]) for a, b in pairs[1:]], 3, "less") for figure in FIGURES}
 
 
 def _run(llm: LLM, texts: list[str]) -> dict[str, Any]:

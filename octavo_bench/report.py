@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from octavo import __version__
+from octavo_bench.figure_table import Better
 from octavo_bench.gpu_watch import gpus
 
 Say = Callable[[str], None]
@@ -68,6 +69,17 @@ def spread(values: Sequence[float]) -> dict[str, float]:
 def spreads(runs: Sequence[Mapping[str, float]]) -> dict[str, dict[str, float]]:
     """``spread`` of each figure over runs that all have it."""
     return {name: spread([run[name] for run in runs]) for name in runs[0]}
+
+
+def beside(pairs: Sequence[tuple[float, float]], digits: int, better: Better = "more") -> dict[str, Any]:
+    """Medians of our figure and a peer's, and of how many times better ours is, pair by pair."""
+    ratios = [ours / theirs if better == "more" else theirs / ours for ours, theirs in pairs]
+    return {
+        "octavo": round(statistics.median(ours for ours, _ in pairs), digits),
+        "peer": round(statistics.median(theirs for _, theirs in pairs), digits),
+        "ratio": round(statistics.median(ratios), 2),
+        "pairs": [[round(ours, digits), round(theirs, digits)] for ours, theirs in pairs],
+    }
 
 
 def keep(name: str, result: Mapping[str, Any], output: Path | None) -> str:

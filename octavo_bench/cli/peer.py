@@ -16,7 +16,7 @@ from octavo.config import EngineConfig, cache_dir, settings
 from octavo.errors import ConfigError
 from octavo_bench.cli.arguments import numbers, refuse_unused
 from octavo_bench.cli.results import add_kind
-from octavo_bench.report import keep
+from octavo_bench.report import beside, keep
 
 SERVED_CONTEXT = 8192
 OF_BOTH_SERVERS = {
@@ -24,6 +24,7 @@ OF_BOTH_SERVERS = {
     *("revision", "offline", "download_dir"),
 }
 """Settings that say which model both servers have, and how much memory. Others have names of their own in each."""
+FIGURES = ("prefill_tok_s", "decode_tok_s")
 OF_LLAMA_CPP = ("sequences", "prompt", "decode", "rounds", "threads")
 OF_VLLM = (
     *("python_path", "workloads", "goodput", "search_seconds", "probe_seconds", "visits", "at_once"),
@@ -118,7 +119,6 @@ def _compare(args: argparse.Namespace) -> dict[str, Any]:
 def _compare_with_llama_cpp(args: argparse.Namespace) -> dict[str, Any]:
     from octavo.weights.hub import resolve_model
     from octavo_bench.offline import OfflineBench, bench_config
-    from octavo_bench.peer import compare
     from octavo_bench.peer_process import SCRIPTS, PeerProcess
 
     if args.python is None:
@@ -129,7 +129,12 @@ def _compare_with_llama_cpp(args: argparse.Namespace) -> dict[str, Any]:
     try:
         ours = OfflineBench(bench_config(config, args.sequences))
         ours.run(max(args.sequences), args.prompt, 4)
-        rows = compare(ours, peer, args.sequences, args.prompt, args.decode, args.rounds)
+        rows = []
+        for count in args.sequences:
+            work = {"sequences": count, "prompt": args.prompt, "decode": args.decode}
+            pairs = [(ours.run(**work), peer.run(work)) for _ in range(args.rounds)]
+            figures = {name: beside([(a[name], b[name]) for a, b in pairs], 1) for name in FIGURES}
+            rows.append({**work, **figures})
     finally:
         peer.close()
     return {"model": config.model.model, "dtype": ours.info.dtype, "peer": peer.about, "rows": rows}

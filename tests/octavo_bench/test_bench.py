@@ -23,6 +23,7 @@ from octavo_bench import gpu
 from octavo_bench.dummy_models import write_model
 from octavo_bench.offline import build_prepared, random_requests, time_decode, time_prefill
 from octavo_bench.overhead import InstantStep, build_instant_engine, decode_step_milliseconds
+from octavo_bench.report import beside
 from tests.models.encoder_families import make_encoder
 
 Measure = Callable[..., dict[str, Any]]
@@ -229,3 +230,8 @@ def test_peer_in_turns(measured: Measure, tmp_path: Path) -> None:
     assert record["result"]["peer"] == {"engine": "stand-in"}
     assert row["decode_tok_s"]["peer"] == 2.0
     assert row["decode_tok_s"]["ratio"] == pytest.approx(row["decode_tok_s"]["octavo"] / 2.0, rel=0.01)
+
+
+def test_a_peer_is_beaten_by_more_tokens_and_by_less_time() -> None:
+    assert beside([(30.0, 10.0), (10.0, 10.0), (40.0, 20.0)], 1)["ratio"] == 2.0
+    assert beside([(1.0, 4.0)], 3, "less") == {"octavo": 1.0, "peer": 4.0, "ratio": 4.0, "pairs": [[1.0, 4.0]]}
