@@ -132,6 +132,12 @@ class Bench:
         first, self.next_id = self.next_id, self.next_id + count
         return random_requests(count, prompt, output, self.info.vocab_size, first, seed=first)
 
+    def most_blocks(self, requests: Sequence[Request]) -> int:
+        """The most blocks in use while they are served."""
+        used: list[int] = []
+        complete(self.engine, requests, lambda: used.append(self.engine.stats().num_used_blocks))
+        return max(used)
+
     def timed(self, count: int, prompt: int, output: int, rounds: int) -> list[float]:
         """Seconds of each round, after one that does not count."""
         complete(self.engine, self.requests(count, prompt, min(output, 8)))
@@ -152,10 +158,8 @@ def alone_and_together(config: EngineConfig, sizes: SuiteSizes, rounds: int) -> 
     info = bench.info
     per_block = info.memory["kv_cache"] / info.num_kv_blocks
     for count in sizes.batches:
-        used: list[int] = []
-        requests = bench.requests(count, SHORT_PROMPT, sizes.output)
-        complete(bench.engine, requests, lambda used=used: used.append(bench.engine.stats().num_used_blocks))
-        paged = info.memory["weights"] + max(used) * per_block
+        most = bench.most_blocks(bench.requests(count, SHORT_PROMPT, sizes.output))
+        paged = info.memory["weights"] + most * per_block
         whole = info.memory["weights"] + count * info.max_model_len / info.block_size * per_block
         yield row(
             sizes,

@@ -37,12 +37,11 @@ from octavo.server_settings import ServerSettings
 from octavo.system.cpus import num_cpus
 from octavo.text.conversation import ChatPrompt, ImageText
 from octavo.text.message_format import MessageFormat
-from octavo.text.reasoning import AnswerMarks, answer_start
-from octavo.text.text_stream import TextStream
+from octavo.text.reasoning import AnswerMarks
 from octavo.text.tokenizer import Sequences, Tokenizer, banned_sequences, check_something_is_left
 from octavo.types import KVTransfer, Request, Task, ThinkingBudget
 from octavo_server.engines.engine_client import EngineClient
-from octavo_server.generation import GeneratedChoice, Generation, Prompt
+from octavo_server.generation import Generation, Prompt
 from octavo_server.http.errors import RETRY_AFTER_SECONDS
 from octavo_server.image_files import ImageFiles, Part, ReadFile
 from octavo_server.tenants.api_keys import Caller, has_share
@@ -269,7 +268,7 @@ class Admission:
         banned: Sequences,
         begin: Callable[[Generation], Generation],
     ) -> Generation:
-        generation = Generation(self.engine, client_request.caller.account)
+        generation = Generation(self.engine, client_request.caller.account, self.engine.weight_version)
         adapters, adapter, salt = self.engine.adapters, "", client_request.cache_salt
         if adapters.is_enabled:
             adapters.check(client_request.model)
@@ -307,11 +306,8 @@ class Admission:
                     transfer=client_request.transfer,
                     routes=client_request.routes,
                 )
-                marks = client_request.answer_marks
-                answer = None if marks is None else answer_start(marks, prompt.text)
-                text = TextStream(self.tokenizer, client_request.params, client_request.shown_ids, answer)
-                place, version = len(generation.choices), self.engine.weight_version
-                generation.add(GeneratedChoice(generation, place, prompt, request, text, version))
+                shown, marks = client_request.shown_ids, client_request.answer_marks
+                generation.add(prompt, request, self.tokenizer, shown, marks)
         try:
             for choice in generation.choices:
                 self.engine.timelines.own(choice.request.id, client_request.caller.name, client_request.session)

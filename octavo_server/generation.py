@@ -16,7 +16,9 @@ from typing import NamedTuple, Protocol
 from starlette.requests import Request
 
 from octavo.errors import CANCELLATIONS, RequestError, RequestFailed, Withdrawn
+from octavo.text.reasoning import AnswerMarks, answer_start
 from octavo.text.text_stream import TextStream
+from octavo.text.tokenizer import Tokenizer
 from octavo.types import FinishReason, ImageInput, KVTransfer, Output, TokenLogprobs
 from octavo.types import Request as EngineRequest
 from octavo_server.engines.engine_client import FIRST_WEIGHTS
@@ -120,7 +122,6 @@ class GeneratedChoice:
         prompt: Prompt,
         request: EngineRequest,
         text_stream: TextStream,
-        weight_version: str = FIRST_WEIGHTS,
     ) -> None:
         self.index = index
         self.prompt = prompt
@@ -142,7 +143,7 @@ class GeneratedChoice:
         """See ``Output``."""
         self.values = b""
         """Result of a pooling task (little-endian float32); empty for generation."""
-        self.weight_versions = [(weight_version, 0)]
+        self.weight_versions = [(generation.weight_version, 0)]
         """Versions of the weights, each with the number of tokens that earlier ones computed."""
         self.transfer: KVTransfer | None = None
         """Where its prompt's keys and values are kept for another server."""
@@ -253,12 +254,14 @@ class Generation:
     """All choices of one HTTP request. ``close`` must always be called."""
 
     __slots__ = (
-        *("account", "choices", "engine", "error", "keeps_aborted", "num_unfinished", "reader"),
+        *("account", "choices", "engine", "error", "keeps_aborted", "num_unfinished", "reader", "weight_version"),
         *("__weakref__", "_expiry", "_listener", "_noted", "_reports_updates"),
     )
 
-    def __init__(self, engine: Aborts, account: Account | None = None) -> None:
+    def __init__(self, engine: Aborts, account: Account | None = None, weight_version: str = FIRST_WEIGHTS) -> None:
+        """``weight_version``: of the weights with which it begins."""
         self.engine = engine
+        self.weight_version = weight_version
         self.reader: OutputReader | None = None
         """Of a durable request; its output arrives once the reader has begun."""
         self.account = account
@@ -276,8 +279,17 @@ class Generation:
         """Fail with ``error`` at loop time ``time`` unless finished by then."""
         self._expiry = asyncio.get_running_loop().call_at(time, self.fail, error)
 
-    def add(self, choice: GeneratedChoice) -> None:
-        self.choices.append(choice)
+    def add(
+        self,
+        prompt: Prompt,
+        request: EngineRequest,
+        tokenizer: Tokenizer | None = None,
+        shown_ids: frozenset[int] = frozenset(),
+        answer_marks: AnswerMarks | None = None,
+    ) -> None:
+        """Add a choice; see ``TextStream`` for what becomes its text."""
+        stream = TextStream(tokenizer, request.params, shown_ids, answer_start(answer_marks, prompt.text))
+        self.choices.append(GeneratedChoice(self, len(self.choices), prompt, request, stream))
         self.num_unfinished += 1
 
     async def result(self) -> list[GeneratedChoice]:

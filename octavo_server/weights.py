@@ -25,7 +25,7 @@ from octavo_server.http.endpoint import Endpoint
 from octavo_server.http.errors import MissingParameter, UnsupportedParameter, printable
 from octavo_server.http.middleware import LOOPBACK
 from octavo_server.http.sse import json_response
-from octavo_server.services import ModelServices, asked_services_of
+from octavo_server.services import Body, ModelServices, asked_services_of, server_of
 from octavo_server.tenants.api_keys import Keys
 
 MODES: tuple[SleepMode, ...] = typing.get_args(SleepMode)
@@ -159,15 +159,17 @@ async def pause(request: Request) -> Response:
     return json_response({"status": "paused", "is_paused": engine.is_paused}, {})
 
 
-def _has_body(request: Request) -> bool:
-    return request.headers.get("content-length", "0") != "0" or "transfer-encoding" in request.headers
+async def _read_if_any(request: Request, decoder: BodyDecoder[Body], otherwise: Body) -> Body:
+    """The body; ``otherwise`` of a request without one. Raises ``RequestError``."""
+    if request.headers.get("content-length", "0") == "0" and "transfer-encoding" not in request.headers:
+        return otherwise
+    return (await server_of(request).read(request, decoder))[1]
 
 
 async def pause_generation(request: Request) -> Response:
     """SGLang's ``retract`` and ``in_place`` both continue later from where the requests are."""
-    services, body = _services(request), PauseBody()
-    if _has_body(request):
-        _, body, _ = await services.server.read(request, pause_decoder)
+    services = _services(request)
+    body = await _read_if_any(request, pause_decoder, PauseBody())
     await services.engine.pause("abort" if body.mode == "abort" else "keep")
     return json_response({"status": "ok", "message": "Generation paused successfully."}, {})
 
@@ -220,9 +222,8 @@ async def start_weight_update(request: Request) -> Response:
 
 
 async def finish_weight_update(request: Request) -> Response:
-    services, body = _services(request), FinishBody()
-    if _has_body(request):
-        _, body, _ = await services.server.read(request, finish_decoder)
+    services = _services(request)
+    body = await _read_if_any(request, finish_decoder, FinishBody())
     version = await services.engine.take_weights(_version(body.weight_version), _mode(body.mode))
     return json_response({"message": "Weight update finished", "weight_version": version}, {})
 
@@ -290,12 +291,10 @@ async def reset_prefix_cache(request: Request) -> Response:
 
 async def abort_requests(request: Request) -> Response:
     """All of them, or those of the caller that the body names."""
-    services, named = _services(request), None
-    if _has_body(request):
-        _, body, _ = await services.server.read(request, abort_decoder)
-        if body.request_ids is not None or body.rid:
-            named = [*(body.request_ids or ()), *([body.rid] if body.rid else ())]
-    if named is not None:
+    services = _services(request)
+    body = await _read_if_any(request, abort_decoder, AbortBody())
+    if body.request_ids is not None or body.rid:
+        named = [*(body.request_ids or ()), *filter(None, [body.rid])]
         return json_response({"status": "ok", "aborted": services.server.abort(request, named)}, {})
     engine = services.engine
     was_paused = engine.is_paused

@@ -17,8 +17,6 @@ from typing import Protocol
 import msgspec
 
 from octavo.errors import RequestError, RequestFailed, Unavailable
-from octavo.text.reasoning import answer_start
-from octavo.text.text_stream import TextStream
 from octavo.text.tokenizer import Tokenizer
 from octavo.types import Output
 from octavo_server.admission import ClientRequest
@@ -42,7 +40,7 @@ from octavo_server.durable.records import (
 )
 from octavo_server.durable.recovery import Restored
 from octavo_server.engines.engine_client import EngineClient
-from octavo_server.generation import GeneratedChoice, Generation, Prompt
+from octavo_server.generation import Generation, Prompt
 from octavo_server.tenants.api_keys import Account
 
 MAX_TOKEN_BYTES = 5
@@ -254,11 +252,9 @@ class DurableRequest:
         prompts = [Prompt([], text) for text in begin.prompt_texts]
         for request, place in zip(begin.requests, begin.prompt_of, strict=True):
             prompts[place] = Prompt(request.prompt_tokens, begin.prompt_texts[place])
-        for index, request in enumerate(begin.requests):
-            prompt = prompts[begin.prompt_of[index]]
-            answer = answer_start(begin.answer_marks, prompt.text)
-            text_stream = TextStream(self._owner.tokenizer, request.params, frozenset(begin.shown_ids), answer)
-            generation.add(GeneratedChoice(generation, index, prompt, request, text_stream))
+        for request, place in zip(begin.requests, begin.prompt_of, strict=True):
+            shown, marks = frozenset(begin.shown_ids), begin.answer_marks
+            generation.add(prompts[place], request, self._owner.tokenizer, shown, marks)
         generation.reader = generation.engine = reader = DurableReader(self, begin, generation)
         return reader
 

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from octavo.sampling_params import SamplingParams
-from octavo.text.text_stream import TextStream
 from octavo.types import Output, Request
 from octavo_server.generation import GeneratedChoice, Generation, Prompt
 from octavo_server.http.server import WRITE_PIECE
@@ -47,8 +46,7 @@ class Stream:
         self.generation = Generation(Engine())  # type: ignore[arg-type]
         for index in range(n):
             request = Request(index, [1], SamplingParams(), max_tokens=1000)
-            text_stream = TextStream(None, request.params)
-            self.generation.add(GeneratedChoice(self.generation, index, Prompt([1], None), request, text_stream))
+            self.generation.add(Prompt([1], None), request)
         self.writer = CountedWriter()
         self.writes: list[bytes] = []
         self.sends: list[bytes] = []

@@ -18,8 +18,6 @@ from starlette.responses import Response
 
 from octavo.errors import ContextLengthExceeded, InvalidParameter
 from octavo.sampling_params import MAX_N
-from octavo.text.reasoning import answer_start
-from octavo.text.text_stream import TextStream
 from octavo.types import REPETITION, FinishReason, Output, TokenLogprobs
 from octavo.types import Request as EngineRequest
 from octavo_server.admission import ClientRequest
@@ -115,9 +113,8 @@ class Reading(NamedTuple):
             prompt = Prompt(ids, self.prompt_text)
             for _ in range(count):
                 request = EngineRequest(0, ids, submitted.params, max_tokens=0)
-                start = answer_start(submitted.answer_marks, prompt.text)
-                stream = TextStream(self.services.tokenizer, submitted.params, submitted.shown_ids, start)
-                generation.add(GeneratedChoice(generation, len(generation.choices), prompt, request, stream))
+                shown, marks = submitted.shown_ids, submitted.answer_marks
+                generation.add(prompt, request, self.services.tokenizer, shown, marks)
         return generation
 
 
