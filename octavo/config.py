@@ -26,7 +26,7 @@ from octavo.speculative_config import parse_speculative_config
 
 DEFAULT_MODEL = "smollm2-135m"
 STORED_METHODS = (
-    *("auto-round", "awq", "bitsandbytes", "compressed-tensors", "fbgemm_fp8", "gguf"),
+    *("auto-round", "awq", "bitnet", "bitsandbytes", "compressed-tensors", "fbgemm_fp8", "gguf"),
     *("gptq", "modelopt", "modelopt_fp4", "mxfp4"),
 )
 """How checkpoints are quantised, as other servers want to be told: the setting accepts it, and must be right."""

@@ -12,6 +12,7 @@ from octavo.errors import CheckpointError
 from octavo.quant.config_reader import INSTEAD
 from octavo.quant.formats.auto_round import read_auto_round
 from octavo.quant.formats.awq import AWQ
+from octavo.quant.formats.bitnet import BitNet
 from octavo.quant.formats.bitsandbytes import BitsAndBytes
 from octavo.quant.formats.compressed_tensors import CompressedTensors
 from octavo.quant.formats.fp8 import FP8
@@ -53,6 +54,7 @@ class QuantMethod(Protocol):
 METHODS: Mapping[str, Callable[[Mapping[str, Any]], QuantMethod]] = {
     "auto-round": read_auto_round,
     "awq": AWQ.read,
+    "bitnet": BitNet.read,
     "bitsandbytes": BitsAndBytes.read,
     "compressed-tensors": CompressedTensors.read,
     "fbgemm_fp8": FP8.read,

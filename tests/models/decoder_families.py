@@ -46,6 +46,7 @@ ERNIE = {"moe_num_experts": 6, "moe_k": 3, "moe_intermediate_size": 24, "num_hid
 
 ROWS: dict[str, tuple[str, dict[str, Any]]] = {
     "arcee/biases": ("arcee", {"attention_bias": True, "mlp_bias": True}),
+    "bitnet/inner_norms": ("bitnet", {"num_key_value_heads": 1}),
     "cohere/normed_heads": ("cohere", {"use_qk_norm": True, "logit_scale": 0.3, "num_key_value_heads": 1}),
     "cohere/biases": ("cohere", {"attention_bias": True, "tie_word_embeddings": False}),
     "cohere2/windows": ("cohere2", {"sliding_window": 9, "layer_types": SLIDES}),
@@ -214,6 +215,16 @@ ROWS: dict[str, tuple[str, dict[str, Any]]] = {
         "bailing_moe_v2",
         {**EXPERTS, **ROTATED_HALF, "num_shared_experts": 2, "use_qk_norm": True, "head_dim": 16, "n_group": 3}
         | {"topk_group": 2, "first_k_dense_replace": 1, "routed_scaling_factor": 1.7, "use_qkv_bias": True},
+    ),
+    "lfm3/windows": (
+        "lfm3",
+        {"layer_types": ["conv", *SLIDES], "num_hidden_layers": 3, "sliding_window": 9, "head_dim": 16}
+        | {"num_attention_heads": 6, "norm_eps": 1e-4},
+    ),
+    "lfm3/plain": (
+        "lfm3",
+        {"layer_types": ["full_attention", "conv"], "head_dim": 8, "use_sandwich_norm": False, "conv_bias": True}
+        | {"use_attention_gate": False, "attention_bias": True, "tie_word_embeddings": False, "conv_L_cache": 3},
     ),
     "longcat_flash/zero_experts": (
         "longcat_flash",

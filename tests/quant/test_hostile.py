@@ -23,6 +23,7 @@ from tests.quant.sources import module
 from tests.quant.writers import (
     Writer,
     awq,
+    bitnet,
     bitsandbytes_int8,
     compressed,
     fp8,
@@ -87,6 +88,7 @@ CASES: dict[str, tuple[Writer, Damage, str]] = {
         tensor("qzeros", lambda t: t[:, :3]),
         r"qzeros': has shape \(4, 3\), expected \(4, 8\)",
     ),
+    "a number that is not ternary": (bitnet(), tensor("weight", put((0, 0), 3)), "numbers other than -1, 0 and 1"),
     "packed shape": (INT4, tensor("weight_shape", put(0, 1 << 40)), r"weight_shape is not \(64, 64\)"),
     "packed words": (
         INT4,

@@ -52,6 +52,14 @@ def test_a_checkpoint_without_a_configuration_has_plain_tensors() -> None:
         ({"quant_method": ["fp8"]}, r"quant_method is \['fp8'\]"),
         ("fp8", "quantization_config is 'fp8'; it must be an object"),
         (
+            {"quant_method": "bitnet", "use_rms_norm": True},
+            "use_rms_norm is True: a norm of each matrix",
+        ),
+        (
+            {"quant_method": "bitnet", "linear_class": "linear"},
+            "linear_class is 'linear'; it must be",
+        ),
+        (
             {"quant_method": "mxfp4", "modules_to_not_convert": "lm_head"},
             "modules_to_not_convert is 'lm_head'; it must be a list of module names",
         ),

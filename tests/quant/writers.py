@@ -127,6 +127,23 @@ def bitsandbytes_int8() -> Writer:
     return Writer({**config, "llm_int8_skip_modules": ["lm_head"]}, write)
 
 
+def bitnet(**config: Any) -> Writer:
+    """Packed by transformers, for a ``linear_class`` that multiplies or divides by the scale; or rounded at load."""
+    from transformers.integrations.bitnet import pack_weights
+
+    def write(weight: Tensor) -> Written:
+        mean = weight.float().abs().mean()
+        codes = (weight.float() / mean).round().clamp(-1, 1)
+        if config.get("quantization_mode") == "online":
+            return {"weight": weight}, codes * mean
+        scale = mean if config.get("linear_class") == "autobitlinear" else 1 / mean
+        tensors = {"weight": pack_weights(codes.clone()), "weight_scale": scale.reshape(1).bfloat16()}
+        scale = tensors["weight_scale"].float()
+        return tensors, codes * (scale if config.get("linear_class") == "autobitlinear" else 1 / scale)
+
+    return Writer({"quant_method": "bitnet", **config}, write)
+
+
 def modelopt_fp8() -> Writer:
     return Writer({"quant_method": "modelopt", "quant_algo": "FP8", "ignore": ["lm_head"]}, fp8().write)
 
