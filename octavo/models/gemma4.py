@@ -24,7 +24,6 @@ from octavo.layers.linear import Linear
 from octavo.layers.mlp import MLP, gelu_tanh
 from octavo.layers.moe import ExpertRouter
 from octavo.layers.norm import RMSNorm
-from octavo.layers.rotary import DefaultRope, ProportionalRope
 from octavo.models.config import FULL, SLIDING, read_layer_types
 from octavo.models.config_keys import ConfigKeys, wrong
 from octavo.models.decoder import read_decoder
@@ -282,14 +281,8 @@ class Gemma4ForCausalLM(GemmaForCausalLM):
         width, count = of_full[0].get("head_dim", width), of_full[0].get("num_key_value_heads", count)
         if config.num_heads % count:
             raise wrong("num_global_key_value_heads", count, f"a divisor of num_attention_heads, {config.num_heads}")
-        rope: DefaultRope
-        if full.get("rope_type") == "proportional":
-            inner = ConfigKeys(full)
-            share, factor = inner.number("partial_rotary_factor", 1.0), inner.number("factor", 1.0)
-            rope = ProportionalRope(inner.number("rope_theta", 1e6), share, factor)
-        else:
-            rope, _ = config.rope(full, max_len, width)
-        config = dataclasses.replace(config, ropes=(*config.ropes, (rope, width)))
+        rope = config.rope({"rope_theta": 1e6, **full}, max_len, width)
+        config = dataclasses.replace(config, ropes=(*config.ropes, rope))
         first = config.num_layers - keys.size("num_kv_shared_layers", 0, low=0)
         shared: list[int | None] = [None] * config.num_layers
         for i in range(first, config.num_layers):

@@ -1,11 +1,13 @@
-"""LFM2 (Liquid AI, 2025): gated short convolutions, and attention in every few layers; LFM2-MoE has experts."""
+"""LFM2 (Liquid AI, 2025): gated short convolutions, and attention in every few layers; LFM2-MoE has experts. LFM3
+(2026) has windows in some of the attention layers, gates of heads, and norms of what each part gives."""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 from octavo.layers.recurrent import ShortConv
-from octavo.models.config import FULL
+from octavo.models.config import FULL, SLIDING
 from octavo.models.config_keys import ConfigKeys
 from octavo.models.decoder import NO_WINDOWS, Decoder, read_decoder
 from octavo.models.hybrid import HybridLayer, Recurrence, layer_kinds
@@ -13,7 +15,8 @@ from octavo.models.layer_cache import conv_state, state_layer
 from octavo.models.linear_parts import MatrixRows
 from octavo.models.loader import WeightLoader
 from octavo.models.moe import read_experts
-from octavo.models.parts import DecoderConfig, ExpertsPart, HeadNorm, MLPPart, Names
+from octavo.models.olmo import ropes_by_type
+from octavo.models.parts import LLAMA, DecoderConfig, ExpertsPart, GatePart, HeadNorm, MLPPart, Names
 from octavo.ops.moe import Routing
 from octavo.quant.stored.shard import Section
 
@@ -27,6 +30,7 @@ NAMES = Names(
     ups=("feed_forward.w1", "feed_forward.w3"),
     down="feed_forward.w2",
 )
+LFM3_NAMES = NAMES._replace(output=LLAMA.output, head_norms=LLAMA.head_norms)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -34,6 +38,15 @@ class Lfm2Config(DecoderConfig):
     width: int
     """Of the convolutions."""
     conv_bias: bool
+
+
+def with_convolutions(keys: ConfigKeys, config: DecoderConfig, kinds: Sequence[str], width: int) -> Lfm2Config:
+    """With convolutions in the layers of this kind, by default of ``width``; and what all attention has."""
+    D, width = config.hidden_size, keys.size("conv_L_cache", width, low=2)
+    of_conv = state_layer(conv_state(width, D, D))
+    config = config.with_attention(head_norm=HeadNorm(), has_output_bias=False)
+    config = config.with_caches([of_conv if kind == CONV else None for kind in kinds])
+    return config.extended(Lfm2Config, width=width, conv_bias=keys.flag("conv_bias"))
 
 
 def read_lfm2(keys: ConfigKeys, max_len: int | None) -> Lfm2Config:
@@ -53,11 +66,7 @@ def read_lfm2(keys: ConfigKeys, max_len: int | None) -> Lfm2Config:
     if kinds is None and isinstance(attends, list | tuple):
         kinds = tuple(FULL if i in attends else CONV for i in range(num_layers))
     kinds = kinds or layer_kinds(keys, "layer_types", (CONV, FULL), num_layers)
-    D, width = config.hidden_size, keys.size("conv_L_cache", 3, low=2)
-    of_conv = state_layer(conv_state(width, D, D))
-    config = config.with_attention(head_norm=HeadNorm(), has_output_bias=False)
-    config = config.with_caches([of_conv if kind == CONV else None for kind in kinds])
-    return config.extended(Lfm2Config, width=width, conv_bias=keys.flag("conv_bias"))
+    return with_convolutions(keys, config, kinds, 3)
 
 
 def _ffn_size(keys: ConfigKeys, stored: int) -> int:
@@ -117,3 +126,32 @@ class Lfm2MoeForCausalLM(Lfm2ForCausalLM):
                 projections=("w1", "w3", "w2"),
             )
         )
+
+
+class Lfm3ForCausalLM(Lfm2ForCausalLM):
+    @classmethod
+    def read_config(cls, keys: ConfigKeys, max_len: int | None) -> DecoderConfig:
+        count = keys.size("num_hidden_layers")
+        kinds = keys.choices("layer_types", (CONV, FULL, SLIDING), count) or tuple(
+            FULL if i % 4 == 2 else SLIDING if i % 4 == 0 and i else CONV for i in range(count)
+        )
+        added = ("post_operator_norm", "post_ffn_norm") if keys.flag("use_sandwich_norm", True) else (None, None)
+        full, local = ropes_by_type(keys, 1e6, 10_000.0)
+        full = {"rope_type": "proportional", "partial_rotary_factor": 0.5, **full}
+        config = read_decoder(
+            keys,
+            max_len,
+            tied=True,
+            eps_key="norm_eps",
+            eps=1e-5,
+            head_dim=128,
+            rope=local,
+            windows=([FULL if kind == CONV else kind for kind in kinds], keys.size("sliding_window", 256)),
+            mlp_bias=False,
+            names=LFM3_NAMES._replace(after_attention=added[0], after_mlp=added[1]),
+        )
+        config = dataclasses.replace(config, ropes=(*config.ropes, config.rope(full, max_len)))
+        gate = GatePart("self_attn.gate_proj", is_of_head=True) if keys.flag("use_attention_gate", True) else None
+        has_bias = config.layers[0].attention.has_bias
+        config = with_convolutions(keys, config, kinds, 7)
+        return config.with_attention(gate=gate, rope=[int(k == FULL) for k in kinds], has_output_bias=has_bias)

@@ -9,7 +9,16 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from octavo.layers.rotary import DefaultRope, DynamicRope, FactorsRope, LinearRope, Llama3Rope, SwitchedRope, YarnRope
+from octavo.layers.rotary import (
+    DefaultRope,
+    DynamicRope,
+    FactorsRope,
+    LinearRope,
+    Llama3Rope,
+    ProportionalRope,
+    SwitchedRope,
+    YarnRope,
+)
 from octavo.models.config_keys import ConfigKeys, wrong
 
 OLD_NAMES = {"su": "longrope"}
@@ -138,6 +147,11 @@ def _longrope(theta: float, keys: ConfigKeys, context: RopeContext) -> DefaultRo
     return SwitchedRope(theta, original, short, long) if context.max_len > original else short
 
 
+def _proportional(theta: float, keys: ConfigKeys, context: RopeContext) -> DefaultRope:
+    """The first pairs of a head that is rotated as a whole: the others do not turn."""
+    return ProportionalRope(theta, keys.number("partial_rotary_factor", 1.0), keys.number("factor", 1.0))
+
+
 KINDS: dict[str, Callable[[float, ConfigKeys, RopeContext], DefaultRope]] = {
     "default": lambda theta, keys, context: DefaultRope(theta),
     "linear": lambda theta, keys, context: LinearRope(theta, keys.number("factor")),
@@ -145,6 +159,7 @@ KINDS: dict[str, Callable[[float, ConfigKeys, RopeContext], DefaultRope]] = {
     "llama3": _llama3,
     "yarn": _yarn,
     "longrope": _longrope,
+    "proportional": _proportional,
     "factors": lambda theta, keys, context: FactorsRope(theta, keys.numbers("factors", context.width // 2)),
 }
 """``factors`` is the form of Llama 3 in GGUF files: a precomputed divisor for each frequency."""
