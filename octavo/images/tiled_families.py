@@ -37,7 +37,7 @@ def _side_of(config: Mapping[str, Any], given: Mapping[str, Any], side: int, mer
     """Pixels of a tile's side, and its embeddings; ``side`` and ``patch`` are the family's defaults."""
     inner = config["vision_config"]
     side = int((given.get("size") or {}).get("height") or inner.get("image_size", side))
-    return side, (side // int(inner.get("patch_size", patch)) // merge) ** 2
+    return side, (-(-(side // int(inner.get("patch_size", patch))) // merge)) ** 2  # GOT-OCR 2 rounds up
 
 
 def _cohere(config: Mapping[str, Any], given: Mapping[str, Any]) -> ImageProcessor | None:

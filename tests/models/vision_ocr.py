@@ -22,6 +22,8 @@ from transformers import (
 from tests.models.vision_base import HALF, IMAGE, SMALL_TOWER, TEXT, Family, cut_up, without_torchvision
 
 SIDE, TILE = 80, 60
+ODD_SIDE = 70
+"""With 14 patches in a row, which are halved twice: to 7, then to 4."""
 """Pixels of the entire image and of a tile; 16 patches of 5 and 4 embeddings in a row, 12 and 3."""
 SAM = {**SMALL_TOWER, "image_size": SIDE, "patch_size": 5, "mlp_dim": 128, "output_channels": 16}
 SAM |= {"window_size": 5, "global_attn_indexes": [1], "downsample_channels": [24, 32], "initializer_range": 0.05}
@@ -152,10 +154,11 @@ OCR = {
         "got_ocr2",
         {
             "text_config": {"model_type": "qwen2", **TEXT},
-            "vision_config": {key: value for key, value in SAM.items() if key != "downsample_channels"},
+            "vision_config": {key: value for key, value in SAM.items() if key != "downsample_channels"}
+            | {"image_size": ODD_SIDE},
             "image_token_id": IMAGE,
         },
-        partial(GotOcr2ImageProcessorPil, size={"height": SIDE, "width": SIDE}),
+        partial(GotOcr2ImageProcessorPil, size={"height": ODD_SIDE, "width": ODD_SIDE}),
         lambda found: [[IMAGE] * (16 * int(count)) for count in found["num_patches"]],
     ),
 }
