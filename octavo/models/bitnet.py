@@ -1,5 +1,7 @@
-"""BitNet b1.58 (Microsoft, arXiv 2402.17764 and 2504.12285): Llama with norms before the projections of what attention
-and the feed-forward layer give, and gates of squared ReLUs. Its matrices hold -1, 0 and 1 (``quant.formats.bitnet``).
+"""BitNet b1.58 (Microsoft, arXiv 2402.17764 and 2504.12285): Llama with more norms, and gates of squared ReLUs.
+
+The norms are before the projections of what attention and the feed-forward layer give. Matrices hold -1, 0 and 1
+(``quant.formats.bitnet``).
 
 Shapes: T tokens, N heads, F ffn.
 """

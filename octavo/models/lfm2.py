@@ -1,5 +1,7 @@
-"""LFM2 (Liquid AI, 2025): gated short convolutions, and attention in every few layers; LFM2-MoE has experts. LFM3
-(2026) has windows in some of the attention layers, gates of heads, and norms of what each part gives."""
+"""LFM2 and LFM3 (Liquid AI): gated short convolutions, and attention in every few layers; LFM2-MoE has experts.
+
+LFM3 has windows in some of the attention layers, gates of heads, and norms of what each part gives.
+"""
 
 from __future__ import annotations
 
@@ -150,8 +152,11 @@ class Lfm3ForCausalLM(Lfm2ForCausalLM):
             mlp_bias=False,
             names=LFM3_NAMES._replace(after_attention=added[0], after_mlp=added[1]),
         )
-        config = dataclasses.replace(config, ropes=(*config.ropes, config.rope(full, max_len)))
+        ropes = {SLIDING: config.ropes[0], FULL: config.rope(full, max_len)}
+        used = [kind for kind in ropes if kind in kinds]
+        config = dataclasses.replace(config, ropes=tuple(ropes[kind] for kind in used))
         gate = GatePart("self_attn.gate_proj", is_of_head=True) if keys.flag("use_attention_gate", True) else None
         has_bias = config.layers[0].attention.has_bias
         config = with_convolutions(keys, config, kinds, 7)
-        return config.with_attention(gate=gate, rope=[int(k == FULL) for k in kinds], has_output_bias=has_bias)
+        own_ropes = [used.index(kind) if kind in used else None for kind in kinds]
+        return config.with_attention(gate=gate, rope=own_ropes, has_output_bias=has_bias)
