@@ -107,6 +107,18 @@ Published weights were run with the default model, SmolLM2-135M-Instruct, only. 
 Qwen3-8B, Qwen3-0.6B, Llama-3.2-1B, Llama-3.1-8B and Qwen3-30B-A3B.
 """
 
+MEANT = {
+    "CpmAntForCausalLM": "the tokens of a prompt attend to each other, also to later ones",
+    "MllamaForCausalLM": "Llama 3.2 Vision attends to images, by layers of their own, and this class is its text part",
+    **dict.fromkeys(
+        ("MusicgenForCausalLM", "MusicgenMelodyForCausalLM"), "its tokens are of sounds, several for each position"
+    ),
+    "ProphetNetForCausalLM": "it predicts several tokens ahead at once",
+    "XLMWithLMHeadModel": "it is an encoder, whose tokens see later ones",
+    "XLNetLMHeadModel": "it predicts tokens in any order, with a mask for each prompt",
+}
+"""What classes are for that have no continuation of a text token by token."""
+
 
 def page() -> str:
     """The page, in Markdown."""
@@ -139,7 +151,9 @@ def _classes(found: Sequence[Judged]) -> Iterator[str]:
     yield from ("", "Why the others are not served, or were not tried:", "")
     for item in found:
         if item.kind not in ("native", "backend, paged", "backend, own cache"):
-            yield f"- `{item.architecture}`: {item.note.rpartition('the backend transformers: ')[2]}"
+            reason = item.note.rpartition("the backend transformers: ")[2]
+            meant = f"{MEANT[item.architecture]}: " if item.architecture in MEANT else ""
+            yield f"- `{item.architecture}`: {meant}{reason}"
 
 
 def _calls() -> Iterator[tuple[str, str, str]]:
