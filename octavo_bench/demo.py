@@ -10,9 +10,9 @@ from octavo.config import SchedulerSettings
 from octavo.engine.engine import Engine
 from octavo.engine.scheduler import Scheduler
 from octavo.sampling_params import SamplingParams
-from octavo.types import Plan, Request
+from octavo.types import Request
 from octavo_bench.synthetic import Tally
-from octavo_fleet.backends.toy_models import WORDS, FakeRunner, FakeStep, NextByFormula, NextByHash
+from octavo_fleet.backends.toy_models import WORDS, FakeRunner, NextByFormula, NextByHash
 
 PROMPTS = {
     "alpha": ([10, 11, 12, 13, 14, 15], 4),
@@ -42,14 +42,14 @@ class Demo:
     def __init__(self, sizes: DemoSizes, speaks: bool = False) -> None:
         self.names = list(PROMPTS)
         self.speaks = speaks
-        self.runner = NotingRunner(NextByHash(dict(enumerate(TEXTS))) if speaks else NextByFormula())
+        runner = FakeRunner(NextByHash(dict(enumerate(TEXTS))) if speaks else NextByFormula())
         scheduler = Scheduler(
             KVCache(sizes.num_kv_blocks, sizes.block_size),
             max_num_seqs=sizes.max_num_seqs,
             max_num_batched_tokens=sizes.prefill_budget + sizes.max_num_seqs,
             settings=SchedulerSettings(scheduling_policy=sizes.scheduling_policy),
         )
-        self.engine = Engine(scheduler, self.runner)
+        self.engine = Engine(scheduler, runner)
         self.tokens: dict[int, list[int]] = {}
         self.num_steps = 0
         self.tally = Tally()
@@ -73,9 +73,9 @@ class Demo:
         outputs = self.engine.step()
         now = time.perf_counter()
         self.num_steps += 1
-        self.tally.note(self.engine.scheduler.cache, len(self.runner.plan), now - started, True)
+        self.tally.note(self.engine.scheduler.cache, len(self.engine.last_plan), now - started, True)
         self.ended_ms += [1e3 * (now - self._started) for output in outputs if output.finish_reason is not None]
-        computed = [f"{self.names[item.seq.id]}:{len(item.tokens)}" for item in self.runner.plan]
+        computed = [f"{self.names[item.seq.id]}:{len(item.tokens)}" for item in self.engine.last_plan]
         given = []
         for output in outputs:
             self.tokens[output.request_id] += output.tokens
@@ -111,16 +111,6 @@ class Demo:
 
     def _show(self, tokens: list[int]) -> str:
         return " ".join(WORDS[token] if self.speaks else str(token) for token in tokens)
-
-
-class NotingRunner(FakeRunner):
-    """Remembers the last plan."""
-
-    plan: Plan = []
-
-    def submit(self, plan: Plan) -> FakeStep:
-        self.plan = plan
-        return super().submit(plan)
 
 
 def _line(parts: list[str]) -> str:

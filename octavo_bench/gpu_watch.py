@@ -71,14 +71,14 @@ def _visible() -> list[str]:
 class GpuWatch:
     """Utilisation, clocks, power, memory and temperature of every GPU that programs may use; nothing without one."""
 
-    def __init__(self, milliseconds: int = MILLISECONDS) -> None:
+    def __init__(self) -> None:
         self.samples: list[GpuSample] = []
         self.start = time.monotonic()
         """When the watch began."""
         self._process: subprocess.Popen[str] | None = None
         if gpus():
             query = f"--query-gpu=index,{','.join(FIGURES)}"
-            command = ["nvidia-smi", query, "--format=csv,noheader,nounits", *_visible(), "-lms", str(milliseconds)]
+            command = ["nvidia-smi", query, "--format=csv,noheader,nounits", *_visible(), "-lms", str(MILLISECONDS)]
             self._process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
             self._reader = threading.Thread(target=self._read, daemon=True)
             self._reader.start()

@@ -10,7 +10,6 @@ from __future__ import annotations
 import random
 import statistics
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +22,7 @@ from octavo.errors import ConfigError
 from octavo.sampling_params import SamplingParams
 from octavo.types import Request
 from octavo_fleet.backends.toy_models import VOCAB_SIZE, FakeRunner, NextByFormula
+from octavo_fleet.llm_engine import external_fragmentation
 
 
 @dataclass(frozen=True)
@@ -69,16 +69,6 @@ class Tally:
         self.internal.append(cache.num_empty_slots / max(1, cache.groups[0].num_slots))
         if wants_external:
             self.external.append(external_fragmentation(cache.groups[0].pool.free_blocks))
-
-
-def external_fragmentation(free_blocks: Sequence[int]) -> float:
-    """Share of the free blocks outside of the longest run of neighbours. To a paged cache any block is as good."""
-    longest = run = 0
-    previous = None
-    for block in sorted(free_blocks):
-        run = run + 1 if previous is not None and block == previous + 1 else 1
-        longest, previous = max(longest, run), block
-    return 1 - longest / len(free_blocks) if free_blocks else 0.0
 
 
 def run(work: SyntheticWork, external: bool = False) -> dict[str, Any]:

@@ -169,8 +169,6 @@ class PagedKVCache:
 
     def stats(self) -> CacheStats:
         cache, group = self._cache, self._cache.groups[0]
-        free = sorted(group.pool.free_blocks)
-        runs = [len(list(run)) for _, run in itertools.groupby(enumerate(free), lambda pair: pair[1] - pair[0])]
         used = group.num_used
         return CacheStats(
             cache.num_blocks,
@@ -178,8 +176,15 @@ class PagedKVCache:
             cache.num_blocks - used,
             cache.num_filled / (cache.num_blocks * cache.block_size),
             cache.num_empty_slots / max(1, used * cache.block_size),
-            1 - max(runs) / len(free) if free else 0.0,
+            external_fragmentation(group.pool.free_blocks),
         )
+
+
+def external_fragmentation(free_blocks: Iterable[int]) -> float:
+    """Share of the free blocks outside of the longest run of neighbours. To a paged cache any block is as good."""
+    free = sorted(free_blocks)
+    runs = [len(list(run)) for _, run in itertools.groupby(enumerate(free), lambda pair: pair[1] - pair[0])]
+    return 1 - max(runs) / len(free) if free else 0.0
 
 
 class InferenceEngine:

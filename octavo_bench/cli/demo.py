@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from dataclasses import fields
 
 from octavo.cli.settings import positive
 from octavo.config import POLICY_NAMES
@@ -32,14 +33,8 @@ def run(args: argparse.Namespace) -> int:
     """Print a line for each step, then what each request got."""
     from octavo_bench.demo import Demo, DemoSizes
 
-    sizes = DemoSizes(
-        max_num_seqs=args.max_num_seqs,
-        prefill_budget=args.prefill_budget,
-        num_kv_blocks=args.num_kv_blocks,
-        block_size=args.block_size,
-        scheduling_policy=args.scheduling_policy,
-    )
-    demo = Demo(sizes, args.words)
+    sizes = {item.name: getattr(args, item.name) for item in fields(DemoSizes)}
+    demo = Demo(DemoSizes(**sizes), args.words)
     lines = [demo.head(), *iter(lambda: demo.step() if demo.has_work else "", "")]
     metrics = demo.metrics()
     if args.json:

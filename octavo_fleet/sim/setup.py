@@ -95,10 +95,10 @@ class SimulationSpec:
             raise ConfigError("tensor_parallel: a cost log holds the steps of one engine as it was; leave it at 1")
         return fit(*read_log(self.cost_log), seed=self.seed)
 
-    def clients(self, max_model_len: int | None = None) -> Workload:
+    def clients(self) -> Workload:
         """The workload, within the model's context. Raises ``ConfigError``."""
         config = read_model(self.model)
-        limit = max_model_len or config.get("max_position_embeddings") or config.get("n_positions") or 1 << 30
+        limit = config.get("max_position_embeddings") or config.get("n_positions") or 1 << 30
         if Path(self.workload).is_file():
             return WithinContext(Trace(Path(self.workload), self.num_requests), limit)
         made = make_workload(

@@ -57,9 +57,9 @@ LEAST_SHARE = 8
 """Items that each API key may hold, even if there are more keys than items."""
 
 
-def share_of(limit: int, num_holders: int, least: int = LEAST_SHARE) -> int:
+def share_of(limit: int, num_holders: int) -> int:
     """What an API key may hold beyond a ``limit`` of all, when ``num_holders`` keys hold something."""
-    return min(limit, max(least, limit // max(1, num_holders)))
+    return min(limit, max(LEAST_SHARE, limit // max(1, num_holders)))
 
 
 def has_share(held: Mapping[str, int], owner: str, count: int, limit: int) -> bool:

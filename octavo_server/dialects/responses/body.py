@@ -36,6 +36,11 @@ ACCEPTED = frozenset({"client_metadata", "request_id"})
 LOGPROBS = "message.output_text.logprobs"
 INCLUDED = ("reasoning.encrypted_content",)
 """Values of ``include`` without effect, as reasoning is returned unencrypted. Others ask about tools of a server."""
+SAME = (
+    *("model", "parallel_tool_calls", "stream", "prompt_cache_key", "prompt_cache_retention", "session_id", "user"),
+    *("timeout", "priority", "cache_salt", "return_token_ids"),
+)
+"""Fields that chat completions have as well."""
 NAMES = {
     "messages": "input",
     "max_tokens": "max_output_tokens",
@@ -167,7 +172,6 @@ def translated(body: ResponseBody, history: list[Item], num_earlier: int = 0, ta
         places = ["instructions", *places]
     tools = offered_tools(body.tools, left_out)
     chat = ChatBody(
-        model=body.model,
         messages=messages,
         max_tokens=body.max_output_tokens,
         sampling=sampling(
@@ -175,18 +179,9 @@ def translated(body: ResponseBody, history: list[Item], num_earlier: int = 0, ta
         ),
         tools=[tool.for_chat() for tool in tools],
         tool_choice=chat_choice(body.tool_choice, tools, len(body.tools)),
-        parallel_tool_calls=body.parallel_tool_calls,
         response_format=_format(body.text.format),
         reasoning_effort=body.reasoning.effort,
-        stream=body.stream,
-        prompt_cache_key=body.prompt_cache_key,
-        prompt_cache_retention=body.prompt_cache_retention,
-        session_id=body.session_id,
-        user=body.user,
-        timeout=body.timeout,
-        priority=body.priority,
-        cache_salt=body.cache_salt,
-        return_token_ids=body.return_token_ids,
+        **{name: getattr(body, name) for name in SAME},
     )
     list_places = {"messages": places, "tools": [tool.place for tool in tools]}
     return Translated(chat, FieldNames(NAMES, list_places, TOOL_MEMBERS), left_out.names)
