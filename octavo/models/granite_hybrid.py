@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 from octavo.models.config import FULL
@@ -10,38 +9,22 @@ from octavo.models.config_keys import ConfigKeys, wrong
 from octavo.models.decoder import NO_WINDOWS, Decoder, read_decoder
 from octavo.models.falcon_h1 import NAMES
 from octavo.models.granite import with_experts, with_factors
-from octavo.models.hybrid import LINEAR, HybridLayer, MambaSizes, Recurrence, layer_kinds, load_mamba2, read_bamba_sizes
-from octavo.models.loader import WeightLoader
+from octavo.models.hybrid import LINEAR, MambaConfig, MambaLayer, layer_kinds, read_bamba_sizes
 from octavo.models.parts import DecoderConfig, Names
 
 OLD_NAMES = {"mamba": LINEAR, "attention": FULL}
 GRANITE = Names(ups=("shared_mlp.input_linear",), down="shared_mlp.output_linear")
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class GraniteHybridConfig(DecoderConfig):
-    mamba: MambaSizes
-
-
-class GraniteHybridLayer(HybridLayer):
-    """Mamba-2 or attention, then the feed-forward layer."""
-
-    def load_recurrence(self, config: DecoderConfig, weights: WeightLoader, prefix: str) -> Recurrence:
-        assert isinstance(config, GraniteHybridConfig)
-        D, name, sizes = config.hidden_size, f"{prefix}.mamba", config.mamba
-        self.o_proj = weights.row(f"{name}.out_proj", D, sizes.inner, sizes.has_bias)
-        return load_mamba2(weights, name, sizes, D, self.input_norm, config.norm_eps)
-
-
-def with_mamba(keys: ConfigKeys, config: DecoderConfig, kinds: tuple[str, ...]) -> GraniteHybridConfig:
+def with_mamba(keys: ConfigKeys, config: DecoderConfig, kinds: tuple[str, ...]) -> MambaConfig:
     """With Mamba-2 in layers of the kind ``LINEAR``."""
     mamba = read_bamba_sizes(keys, config.hidden_size)
     config = config.with_caches([mamba.cache if kind == LINEAR else None for kind in kinds])
-    return config.extended(GraniteHybridConfig, mamba=mamba)
+    return config.extended(MambaConfig, mamba=mamba)
 
 
 class GraniteMoeHybridForCausalLM(Decoder):
-    layer_class = GraniteHybridLayer
+    layer_class = MambaLayer
 
     @classmethod
     def read_config(cls, keys: ConfigKeys, max_len: int | None) -> DecoderConfig:
@@ -62,7 +45,7 @@ class GraniteMoeHybridForCausalLM(Decoder):
         if positions not in (None, "rope", "nope"):
             raise wrong("position_embedding_type", positions, "rope, nope or absent")
         if positions != "rope":
-            config = dataclasses.replace(config.with_attention(rope=None), ropes=())
+            config = config.without_rope()
         listed = keys.get("layer_types") or keys.get("layers_block_type") or [LINEAR] * num_layers
         kinds = [OLD_NAMES.get(str(kind), kind) for kind in listed]
         allowed = (LINEAR, FULL)
@@ -72,7 +55,7 @@ class GraniteMoeHybridForCausalLM(Decoder):
 
 
 class BambaForCausalLM(Decoder):
-    layer_class = GraniteHybridLayer
+    layer_class = MambaLayer
 
     @classmethod
     def read_config(cls, keys: ConfigKeys, max_len: int | None) -> DecoderConfig:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -227,3 +228,25 @@ def load_mamba(weights: WeightLoader, name: str, sizes: ScanSizes, hidden_size: 
         channels,
         tuple(norms),
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class MambaConfig(DecoderConfig):
+    """Of a model with layers of Mamba-2, or of Mamba."""
+
+    mamba: MambaSizes | ScanSizes
+
+
+class MambaLayer(HybridLayer):
+    """Mamba-2, or Mamba, or attention; then the feed-forward layer."""
+
+    mamba = "mamba"
+    """Name of its weights within a layer."""
+
+    def load_recurrence(self, config: DecoderConfig, weights: WeightLoader, prefix: str) -> Recurrence:
+        assert isinstance(config, MambaConfig)
+        D, name, sizes = config.hidden_size, f"{prefix}.{self.mamba}", config.mamba
+        self.o_proj = weights.row(f"{name}.out_proj", D, sizes.inner, sizes.has_bias)
+        if isinstance(sizes, ScanSizes):
+            return load_mamba(weights, name, sizes, D, self.input_norm)
+        return load_mamba2(weights, name, sizes, D, self.input_norm, config.norm_eps)

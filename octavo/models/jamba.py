@@ -3,14 +3,12 @@ experts in every other layer."""
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 from octavo.models.config_keys import ConfigKeys, wrong
 from octavo.models.decoder import NO_WINDOWS, Decoder, read_decoder
 from octavo.models.falcon_h1 import NAMES
-from octavo.models.hybrid import HybridLayer, Recurrence, ScanSizes, load_mamba, read_rank
-from octavo.models.loader import WeightLoader
+from octavo.models.hybrid import MambaConfig, MambaLayer, ScanSizes, read_rank
 from octavo.models.moe import read_experts
 from octavo.models.parts import DecoderConfig, ExpertsPart
 from octavo.ops.moe import Routing
@@ -30,21 +28,6 @@ UNUSED = (
 """Keys of other implementations."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class JambaConfig(DecoderConfig):
-    mamba: ScanSizes
-
-
-class JambaLayer(HybridLayer):
-    """Mamba or attention, then the feed-forward layer or experts."""
-
-    def load_recurrence(self, config: DecoderConfig, weights: WeightLoader, prefix: str) -> Recurrence:
-        assert isinstance(config, JambaConfig)
-        D, name, sizes = config.hidden_size, f"{prefix}.mamba", config.mamba
-        self.o_proj = weights.row(f"{name}.out_proj", D, sizes.inner, sizes.has_bias)
-        return load_mamba(weights, name, sizes, D, self.input_norm)
-
-
 def _every(keys: ConfigKeys, name: str, period: int, offset: int, num_layers: int) -> tuple[bool, ...]:
     """For each layer, whether it is one of every so many."""
     period, offset = keys.size(f"{name}_period", period), keys.size(f"{name}_offset", offset, low=0)
@@ -54,12 +37,12 @@ def _every(keys: ConfigKeys, name: str, period: int, offset: int, num_layers: in
 
 
 class JambaForCausalLM(Decoder):
-    layer_class = JambaLayer
+    layer_class = MambaLayer
 
     @classmethod
     def read_config(cls, keys: ConfigKeys, max_len: int | None) -> DecoderConfig:
         config = read_decoder(keys, max_len, windows=NO_WINDOWS, has_bias=False, mlp_bias=False, names=NAMES)
-        config = dataclasses.replace(config.with_attention(rope=None), ropes=())
+        config = config.without_rope()
         attends = _every(keys, "attn_layer", 8, 4, config.num_layers)
         keys.pass_over(*UNUSED)
         if not keys.flag("mamba_inner_layernorms", True):
@@ -83,4 +66,4 @@ class JambaForCausalLM(Decoder):
             routing = Routing(moe.num_chosen, moe.normalises)
             config = config.with_experts(ExpertsPart(moe=moe, routing=routing, **EXPERTS))
         config = config.with_caches([None if attends_here else mamba.cache for attends_here in attends])
-        return config.extended(JambaConfig, mamba=mamba)
+        return config.extended(MambaConfig, mamba=mamba)

@@ -22,7 +22,7 @@ from octavo.models.config import FULL
 from octavo.models.config_keys import ConfigKeys, wrong
 from octavo.models.decoder import NO_WINDOWS, Decoder, read_decoder
 from octavo.models.decoder_layer import FeedForward, no_feed_forward
-from octavo.models.hybrid import LINEAR, HybridLayer, MambaSizes, Recurrence, layer_kinds, load_mamba2, read_limits
+from octavo.models.hybrid import LINEAR, MambaConfig, MambaLayer, MambaSizes, layer_kinds, read_limits
 from octavo.models.layer_cache import state_layer
 from octavo.models.loader import ExpertShape, WeightLoader
 from octavo.models.moe import read_experts
@@ -48,10 +48,9 @@ NAMES = Names(
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class NemotronHConfig(DecoderConfig):
+class NemotronHConfig(MambaConfig):
     kinds: tuple[str, ...]
     """Of the layers, and behind them of ``mtp_layers``."""
-    mamba: MambaSizes
     latent_size: int
     """Width of the inputs and outputs of experts; 0: that of the model."""
     mtp_layers: tuple[LayerPart, ...]
@@ -88,20 +87,16 @@ class LatentMoE:
         return self.collective.all_reduce(sum_TD, residual_TD=x_TD)
 
 
-class NemotronHLayer(HybridLayer):
+class NemotronHLayer(MambaLayer):
     """One of the four parts with its norm; adds to the residual stream."""
+
+    mamba = "mixer"
 
     def load_mixer(self, config: DecoderConfig, weights: WeightLoader, prefix: str, index: int) -> None:
         assert isinstance(config, NemotronHConfig)
         self.kind = config.kinds[index]
         if self.kind in (LINEAR, FULL):
             super().load_mixer(config, weights, prefix, index)
-
-    def load_recurrence(self, config: DecoderConfig, weights: WeightLoader, prefix: str) -> Recurrence:
-        assert isinstance(config, NemotronHConfig)
-        D, name, sizes = config.hidden_size, f"{prefix}.mixer", config.mamba
-        self.o_proj = weights.row(f"{name}.out_proj", D, sizes.inner, sizes.has_bias)
-        return load_mamba2(weights, name, sizes, D, self.input_norm, config.norm_eps)
 
     def feed_forward(self, config: DecoderConfig, weights: WeightLoader, prefix: str, index: int) -> FeedForward:
         if self.kind in (LINEAR, FULL):
@@ -191,7 +186,7 @@ class NemotronHForCausalLM(Decoder):
             has_bias=keys.flag("use_bias"),
             limits=(keys.get("time_step_min", 0.001), read_limits(keys)[1]),
         )
-        config = dataclasses.replace(config.with_attention(rope=None), ropes=())
+        config = config.without_rope()
         dense, experts = config.layers[0], config.layers[0]
         if SPARSE in kinds or (keys.get("num_nextn_predict_layers") and SPARSE in mtp_kinds):
             experts = dataclasses.replace(dense, mlp=_experts(keys, config, kinds))

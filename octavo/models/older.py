@@ -1,5 +1,7 @@
-"""Decoders from before Llama, with LayerNorms: GPT-NeoX, GPT-J, GPT-Neo, Falcon, OPT, BLOOM, MPT, StarCoder, Phi.
+"""Decoders from before Llama, with LayerNorms: GPT-2, NeoX, J and Neo, Falcon, OPT, BLOOM, MPT, StarCoder, Phi.
 
+GPT-2 (Radford et al., "Language Models are Unsupervised Multitask Learners") has learned positions, a feed-forward
+layer with GELU and without gates, and a head tied to the embedding; its checkpoints store matrices transposed.
 GPT-NeoX (arXiv 2204.06745) and Falcon (arXiv 2311.16867) fuse queries, keys and values head by head, OPT (arXiv
 2205.01068) has learned positions, StarCoder 2 (arXiv 2402.19173) and StableLM 2 (arXiv 2402.17834) are close to Llama.
 BLOOM (arXiv 2211.05100), MPT (MosaicML) and the first Falcons have biases by distance instead of positions (ALiBi).
@@ -148,7 +150,7 @@ class FalconForCausalLM(Decoder):
         )
         if keys.flag("alibi"):  # which is scaled like the scores
             slopes = tuple(slope * config.head_dim**-0.5 for slope in alibi_slopes(num_heads))
-            config = dataclasses.replace(config.with_attention(rope=None, slopes=slopes), ropes=())
+            config = config.without_rope().with_attention(slopes=slopes)
         return dataclasses.replace(config, is_parallel=is_parallel)
 
 
@@ -179,8 +181,8 @@ class BloomForCausalLM(Decoder):
             mlp_bias=True,
             names=FALCON,
         )
-        attention = config.with_attention(rope=None, slopes=alibi_slopes(num_heads))
-        return dataclasses.replace(attention, ropes=(), has_embedding_norm=True)
+        config = config.without_rope().with_attention(slopes=alibi_slopes(num_heads))
+        return dataclasses.replace(config, has_embedding_norm=True)
 
 
 MPT = Names(
@@ -224,15 +226,14 @@ class MptForCausalLM(Decoder):
             names=MPT,
             norm=NormPart(is_layer_norm=True, has_bias=False),
         )
-        config = config.with_attention(
-            rope=None,
+        config = config.without_rope().with_attention(
             slopes=alibi_slopes(num_heads, attention.number("alibi_bias_max", 8.0)),
             scale=attention.number("softmax_scale", config.head_dim**-0.5),
             clip=0.0 if attention.get("clip_qkv") is None else attention.number("clip_qkv"),
         )
         attention.pass_over("attn_impl", "attn_pdrop")
         attention.finish()
-        return dataclasses.replace(config, ropes=())
+        return config
 
 
 OPT = Names(
@@ -271,13 +272,8 @@ class OPTForCausalLM(Decoder):
             names=OPT,
         )
         keys.pass_over("dropout", "layerdrop", "init_std")
-        return dataclasses.replace(
-            config.with_attention(rope=None),
-            ropes=(),
-            num_positions=config.max_position_embeddings + 2,
-            first_position=2,
-            positions="model.decoder.embed_positions",
-        )
+        config = with_learned_positions(config, "model.decoder.embed_positions")
+        return dataclasses.replace(config, num_positions=config.num_positions + 2, first_position=2)
 
 
 class Starcoder2ForCausalLM(Decoder):
@@ -370,12 +366,14 @@ GPT = Names(
 
 def read_gpt(keys: ConfigKeys, max_len: int | None, names: Names, has_bias: bool, **more: Any) -> DecoderConfig:
     """Read what has GPT-2's keys; ``more`` goes to ``read_decoder``."""
-    hidden_size = keys.size("n_embd")
+    hidden_size, num_heads = keys.size("n_embd"), keys.size("n_head")
+    if hidden_size % num_heads:
+        raise wrong("n_embd", hidden_size, f"a multiple of n_head, {num_heads}")
     values = {
         **keys.values,
         "hidden_size": hidden_size,
-        "num_attention_heads": keys.size("n_head"),
-        "num_key_value_heads": keys.size("n_head"),
+        "num_attention_heads": num_heads,
+        "num_key_value_heads": num_heads,
         "num_hidden_layers": keys.size("n_layer"),
         "intermediate_size": keys.size("n_inner", 4 * hidden_size),
         "max_position_embeddings": keys.size("n_positions", 1024),
@@ -394,8 +392,29 @@ def read_gpt(keys: ConfigKeys, max_len: int | None, names: Names, has_bias: bool
 
 def with_learned_positions(config: DecoderConfig, name: str) -> DecoderConfig:
     """With an embedding of each position, and no rotation."""
-    config = dataclasses.replace(config.with_attention(rope=None), ropes=())
+    config = config.without_rope()
     return dataclasses.replace(config, num_positions=config.max_position_embeddings, positions=name)
+
+
+FUSED = GPT._replace(queries=("attn.c_attn",), output="attn.c_proj")
+
+
+class GPT2LMHeadModel(Decoder):
+    @classmethod
+    def read_config(cls, keys: ConfigKeys, max_len: int | None) -> DecoderConfig:
+        keys.pass_over("n_ctx", "reorder_and_upcast_attn", *SUMMARIES)  # scores are float32 always
+        config = read_gpt(keys, max_len, FUSED, has_bias=True, tied=True, activation="gelu_new")
+        scale = config.head_dim**-0.5 if keys.flag("scale_attn_weights", True) else 1.0
+        by_layer = keys.flag("scale_attn_by_inverse_layer_idx")
+        scales = [scale / (i + 1 if by_layer else 1) for i in range(config.num_layers)]
+        config = with_learned_positions(config.with_attention(scale=scales), "transformer.wpe")
+        return dataclasses.replace(config, is_transposed=keys.flag("has_transposed_weights", True))
+
+    def __init__(self, config: DecoderConfig, weights: WeightLoader) -> None:
+        if not weights.tensors.has(f"{FUSED.embedding}.weight"):  # OpenAI's files have no prefix
+            outer = {name: getattr(FUSED, name).rpartition(".")[2] for name in ("embedding", "layers", "norm")}
+            config = dataclasses.replace(config, names=FUSED._replace(**outer), positions="wpe")
+        super().__init__(config, weights)
 
 
 class GPTJForCausalLM(Decoder):
@@ -403,10 +422,7 @@ class GPTJForCausalLM(Decoder):
     def read_config(cls, keys: ConfigKeys, max_len: int | None) -> DecoderConfig:
         names = GPT._replace(before_mlp="ln_1", ups=("mlp.fc_in",), down="mlp.fc_out")
         keys.pass_over("n_ctx", "rotary", "scale_attn_weights", *SUMMARIES)
-        config, width = (
-            read_gpt(keys, max_len, names, has_bias=False, activation="gelu_new"),
-            keys.size("rotary_dim", 64),
-        )
+        config, width = read_gpt(keys, max_len, names, False, activation="gelu_new"), keys.size("rotary_dim", 64)
         if width % 2 or width > config.head_dim:
             raise wrong("rotary_dim", width, f"an even number, at most that of a head, {config.head_dim}")
         config = dataclasses.replace(config, ropes=(config.rope({}, max_len, width),))
@@ -418,12 +434,11 @@ class GPTBigCodeForCausalLM(Decoder):
 
     @classmethod
     def read_config(cls, keys: ConfigKeys, max_len: int | None) -> DecoderConfig:
-        names = GPT._replace(queries=("attn.c_attn",), output="attn.c_proj")
         count = 1 if keys.flag("multi_query", True) else keys.size("n_head")
         keys.pass_over("attention_softmax_in_fp32", "scale_attention_softmax_in_fp32", *SUMMARIES, *RUNNER)
         values = {"num_key_value_heads": count}
         activation = "gelu_pytorch_tanh"
-        config = read_gpt(keys, max_len, names, has_bias=True, tied=True, activation=activation, values=values)
+        config = read_gpt(keys, max_len, FUSED, has_bias=True, tied=True, activation=activation, values=values)
         scale = config.head_dim**-0.5 if keys.flag("scale_attn_weights", True) else 1.0
         return with_learned_positions(config.with_attention(scale=scale), "transformer.wpe")
 

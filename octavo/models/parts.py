@@ -263,6 +263,10 @@ class DecoderConfig(ModelConfig):
         ]
         return dataclasses.replace(self, layers=tuple(layers))
 
+    def without_rope(self) -> Self:
+        """With no rotation of queries and keys in any layer."""
+        return dataclasses.replace(self.with_attention(rope=None), ropes=())
+
     def with_mlps(self, make: Callable[[int], Any]) -> Self:
         """With other feed-forward layers: ``make(layer)``, or what was there where it gives ``None``."""
         layers = [dataclasses.replace(part, mlp=make(i) or part.mlp) for i, part in enumerate(self.layers)]

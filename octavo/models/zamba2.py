@@ -181,7 +181,7 @@ class Zamba2ForCausalLM(Decoder):
         if changes and config.num_kv_heads != N:
             raise wrong("num_key_value_heads", config.num_kv_heads, f"num_attention_heads, {N}, with adapters")
         config = config.with_attention(rope=rope, scale=(config.head_dim / 2) ** -0.5)
-        config = config if rope is not None else dataclasses.replace(config, ropes=())
+        config = config if rope is not None else config.without_rope()
         keys.pass_over(*UNUSED)
         mamba = _read_mamba(keys, D, has_bias)
         of_attention = LayerCacheSpec(config.num_kv_heads, config.head_dim, state=mamba.cache.state)
