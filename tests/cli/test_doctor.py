@@ -9,7 +9,7 @@ import torch
 
 import octavo
 from octavo.cli import main
-from octavo.cli.doctor_checks import QUANTITIES
+from octavo.cli.doctor import QUANTITIES
 from octavo_kernels.cpu.compiled import cache_folder
 from tests.llm.tiny import SETTINGS, write_checkpoint
 

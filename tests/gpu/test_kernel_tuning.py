@@ -27,9 +27,8 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_shape_is_measured_and_its_choice_used(activation: Activation | None, number: Number | None) -> None:
     from octavo_kernels.triton import config_tables
     from octavo_kernels.triton.grouped.grouped_gemv import GroupedGemvConfig
-    from octavo_kernels.triton.tuning.grouped_uses import GroupedUse
     from octavo_kernels.triton.tuning.linear_uses import LinearUse
-    from octavo_kernels.triton.tuning.product_tuning import ProductTuner, measure, use_entries
+    from octavo_kernels.triton.tuning.product_tuning import GroupedUse, ProductTuner, measure, use_entries
     from octavo_kernels.triton.tuning.tuning_target import ProductUse
     from tests.ops.triton.test_grouped_linear import random_groups
 

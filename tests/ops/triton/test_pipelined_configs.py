@@ -23,7 +23,7 @@ from octavo_kernels.triton.grouped.grouped_configs import ROW_BUCKETS, config_fo
 from octavo_kernels.triton.grouped.grouped_gemm import GroupedGemmConfig
 from octavo_kernels.triton.grouped.grouped_gemv import GroupedGemvConfig
 from octavo_kernels.triton.grouped.grouped_product import GroupedProduct
-from octavo_kernels.triton.tuning.grouped_uses import GroupedUse
+from octavo_kernels.triton.tuning.product_tuning import GroupedUse
 from tests.ops.triton.on_hopper import MULTIPROCESSORS, SHARED_BYTES, as_on_hopper
 
 CPU = torch.device("cpu")

@@ -19,11 +19,11 @@ from octavo_kernels.triton.launch import counters, is_compiling
 from octavo_kernels.triton.linear.gemv import GemvConfig
 from octavo_kernels.triton.linear.linear import linear_triton
 from octavo_kernels.triton.linear.skinny_gemm import MAX_TILES, SkinnyConfig
-from octavo_kernels.triton.tuning import grouped_uses, linear_uses, product_tuning
-from octavo_kernels.triton.tuning.grouped_uses import GroupedUse
+from octavo_kernels.triton.tuning import linear_uses, product_tuning
 from octavo_kernels.triton.tuning.linear_uses import LinearUse
 from octavo_kernels.triton.tuning.product_calls import ProductCall, collecting
 from octavo_kernels.triton.tuning.product_tuning import (
+    GroupedUse,
     ProductTuner,
     Timed,
     Weight,
@@ -212,7 +212,7 @@ def test_a_candidate_that_fails_does_not_stop_the_others(device: str, monkeypatc
         return failing
 
     monkeypatch.setattr(linear_uses, "run_linear", failing_for(SkinnyConfig, linear_uses.run_linear))
-    monkeypatch.setattr(grouped_uses, "run_grouped", failing_for(GroupedGemmConfig, grouped_uses.run_grouped))
+    monkeypatch.setattr(product_tuning, "run_grouped", failing_for(GroupedGemmConfig, product_tuning.run_grouped))
     for use, rows in ((LINEAR[0], 16), (GROUPED[0], 16)):
         tuner = ProductTuner({use: [weight_of(use, device)]}, torch.device(device))
         (name,) = tuner.prepare(rows, again=True)
@@ -231,7 +231,7 @@ def test_a_reference_that_fails_leaves_the_present_configuration(device: str, mo
     def fails(*args: Any) -> torch.Tensor:
         raise torch.OutOfMemoryError("no memory for a dense copy")
 
-    monkeypatch.setattr(grouped_uses, "run_grouped", fails)
+    monkeypatch.setattr(product_tuning, "run_grouped", fails)
     use = GROUPED[0]
     tuner = ProductTuner({use: [weight_of(use, device)]}, torch.device(device))
     (name,) = tuner.prepare(16, again=True)
