@@ -114,6 +114,11 @@ class ModelSettings:
         "divide a mixture by experts: each process of tensor_parallel_size holds whole experts instead of a part of "
         "each, and computes them for all tokens",
     )
+    enable_dp_attention: bool = setting(
+        False,
+        "data-parallel attention: each sequence belongs to one of the tensor_parallel_size processes, which alone has "
+        "its KV cache and computes its attention; for CPUs",
+    )
     enable_eplb: bool = setting(
         False,
         "with enable_expert_parallel, move experts between the processes while they serve, so that each computes about "
@@ -430,7 +435,7 @@ def _check_combinations(config: EngineConfig) -> None:
         raise ConfigError("eviction_policy and enable_kv_events need enable_prefix_caching")
     _check_quantization(config.model)
     _check_ranks(config.model)
-    _check_stages(config.model, cache)
+    _check_apart(config.model, cache)
     _check_offload(config.model, cache)
     _check_role(config.model, cache)
     if isinstance(config, ServeConfig) and config.server.ssl_certfile is None:
@@ -477,15 +482,21 @@ def _check_ranks(model: ModelSettings) -> None:
         )
 
 
-def _check_stages(model: ModelSettings, cache: CacheSettings) -> None:
-    if model.pipeline_parallel_size == 1:
-        return
-    for name in ("enable_lora", "merge_lora", "enable_eplb", "enable_return_routed_experts"):
-        if getattr(model, name):
-            raise ConfigError(f"pipeline_parallel_size and {name}: each process would need the layers of all")
-    if cache.offload_memory is not None:
-        name = "role" if cache.role != "both" else "kv_offload_memory and kv_offload_dir"
-        raise ConfigError(f"pipeline_parallel_size and {name}: blocks of several processes are not stored together")
+def _check_apart(model: ModelSettings, cache: CacheSettings) -> None:
+    """What does not go with processes of which each has some layers, or some sequences, alone."""
+    others = "enable_lora", "merge_lora", "enable_return_routed_experts"
+    for of_each, names in (
+        ("pipeline_parallel_size", (*others, "enable_eplb")),
+        ("enable_dp_attention", (*others, "decode_context_parallel_size", "pipeline_parallel_size")),
+    ):
+        if getattr(model, of_each) == getattr(ModelSettings, of_each):
+            continue
+        for name in names:
+            if getattr(model, name) != getattr(ModelSettings, name):
+                raise ConfigError(f"{of_each} and {name}: a process would need what only others have")
+        if cache.offload_memory is not None:
+            name = "role" if cache.role != "both" else "kv_offload_memory and kv_offload_dir"
+            raise ConfigError(f"{of_each} and {name}: blocks of several processes are not stored together")
 
 
 def _changed(config: EngineConfig) -> dict[str, str]:

@@ -281,6 +281,8 @@ class Sequence:
     """``Processors`` of the request's ``extra_args``, if it has some; their ``error`` says why a mask is empty."""
     account: Any = None
     """Private to the policy, such as the tenant that is charged for this sequence."""
+    dp_rank: int = 0
+    """With data-parallel attention, the rank that has its blocks."""
     batch_index: int = -1
     """Index in the persistent batch; -1 before the first step."""
     images: Any = None

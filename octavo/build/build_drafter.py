@@ -96,6 +96,8 @@ def find_drafter(
     name = method.__struct_config__.tag
     if config.model.decode_context_parallel_size > 1:
         raise ConfigError(f'speculative_config: "{name}" needs decode_context_parallel_size 1; "ngram" does not')
+    if config.model.enable_dp_attention:
+        raise ConfigError(f'speculative_config: "{name}" does not go with enable_dp_attention; "ngram" does')
     if config.model.pipeline_parallel_size > 1:
         raise ConfigError(f'speculative_config: "{name}" needs pipeline_parallel_size 1; "ngram" does not')
     if config.model.tensor_parallel_size > 1 and is_gpu(device):

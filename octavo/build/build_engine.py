@@ -463,6 +463,7 @@ def _cache(settings: CacheSettings, limits: memory.Limits) -> KVCache:
         watermark=settings.kv_watermark,
         events=KVEvents() if settings.enable_kv_events else None,
         states=limits.states,
+        num_ranks=limits.num_dp_ranks,
     )
 
 

@@ -49,7 +49,8 @@ def make_storage(
 ) -> KVStorage:
     """The memory of the KV cache and of recurrent states; ``draft_specs``: of a drafter's layers."""
     dtype, device = resolve_kv_dtype(config.cache.kv_cache_dtype, form, (*model.cache, *draft_specs)), form.device
-    specs, groups = rank_cache((*with_routes(model.cache, model.routes), *draft_specs), collective.size), limits.groups
+    num_dp_ranks, groups = limits.num_dp_ranks, limits.groups
+    specs = rank_cache((*with_routes(model.cache, model.routes), *draft_specs), collective.size // num_dp_ranks)
     is_fp8 = dtype == torch.float8_e4m3fn
     if loaded.kv_scales and not is_fp8:
         logger.info("the checkpoint has scales for an FP8 KV cache, which kv_cache_dtype fp8 uses")
@@ -72,6 +73,7 @@ def make_storage(
         scales=scales,
         states=states,
         context=None if num_parts == 1 else ContextRanks(collective, num_parts),
+        sequences=None if num_dp_ranks == 1 else collective,
     )
 
 
@@ -124,7 +126,7 @@ def make_executor(
             storage,
             vocab_size,
             most,
-            forward=make_forward(model, storage.layers, device, eager),
+            forward=make_forward(model, storage.layers, device, eager or storage.sequences is not None),
             pooler=parts.pooler,
             adapters=parts.adapters,
             vocabulary=part_of_vocabulary(vocab_size, parts.collective, mode=mode),

@@ -107,6 +107,7 @@ def weight_format(settings: ModelSettings, device: torch.device, checkpoint: Che
         quantization=quantization,
         quantizes_head=head,
         keeps_experts_whole=settings.enable_expert_parallel,
+        keeps_attention_whole=settings.enable_dp_attention,
         num_spare_experts=-(-num_copies // settings.tensor_parallel_size),
     )
     if settings.dtype != "auto":

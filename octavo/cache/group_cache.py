@@ -53,14 +53,16 @@ class GroupCache:
         watermark: float = 0.0,
         events: KVEvents | None = None,
         clock: Callable[[], float] = time.monotonic,
+        first_block: int = 0,
     ) -> None:
+        """``first_block``: the number of the first of its blocks."""
         self.index = index
         self.window = size.window
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
         self.num_spared = int(watermark * size.num_blocks)
         self.clock = clock
-        self.pool = BlockPool(size.num_blocks)
+        self.pool = BlockPool(size.num_blocks, first_block)
         self.tree = RadixTree(block_size, eviction, size.num_blocks, clock, events, has_window=size.window > 0)
         self.num_evicted = 0
         """Blocks evicted from the prefix cache."""
@@ -298,10 +300,10 @@ class GroupCache:
             self._check_published(seq, of_seq)
         num_slots = sum(len(seq.groups[self.index].block_table) for seq in holders) * self.block_size
         assert self.num_slots == num_slots, "positions are miscounted"
-        assert [held.get(block, 0) for block in range(self.num_blocks)] == refs, "reference counts drifted"
+        assert [held.get(block, 0) for block in range(len(refs))] == refs, "reference counts drifted"
         assert len(set(free)) == len(free), "a block was freed twice"
         self.tree.check(refs, Counter(seq.groups[self.index].published for seq in holders))
-        unused = {block for block, num_held in enumerate(refs) if not num_held} - self.tree.node_of.keys()
+        unused = {block for block in self.pool.blocks if not refs[block]} - self.tree.node_of.keys()
         assert unused == set(free), f"blocks lost, or free and in use: {unused ^ set(free)}"
 
     def _check_published(self, seq: Sequence, held: GroupBlocks) -> None:
@@ -314,16 +316,19 @@ class GroupCache:
 
 
 class BlockPool:
-    """``num_blocks`` interchangeable blocks with a reference count each; every operation is O(1).
+    """``num_blocks`` interchangeable blocks with a reference count each, numbered from ``first`` on; every operation is
+    O(1).
 
     The reference count is the number of block tables that hold the block. A block without references is either on the
     free list or kept by the prefix cache for reuse; the caller decides which, by calling ``free`` or not.
     """
 
-    def __init__(self, num_blocks: int) -> None:
+    def __init__(self, num_blocks: int, first: int = 0) -> None:
         self.num_blocks = num_blocks
-        self.refs = [0] * num_blocks
-        self.free_blocks = list(range(num_blocks - 1, -1, -1))
+        self.blocks = range(first, first + num_blocks)
+        self.refs = [0] * self.blocks.stop
+        """By number; those before the first have none."""
+        self.free_blocks = list(reversed(self.blocks))
 
     @property
     def num_free(self) -> int:

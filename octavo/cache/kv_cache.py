@@ -44,6 +44,9 @@ class KVCache:
     with that many blocks. ``eviction`` is a policy of ``octavo.cache.eviction``. ``watermark`` is the share of the
     blocks that admission keeps free for running sequences to grow into. ``events`` record the first group's blocks.
     ``states`` is the size of the pool of recurrent states, for models that have any; there is one group then.
+
+    With data-parallel attention each of ``num_ranks`` ranks has so many blocks, and a prefix cache, of its own. A
+    sequence has blocks of one of them, its ``dp_rank``, which ``place`` changes while it waits.
     """
 
     def __init__(
@@ -57,30 +60,37 @@ class KVCache:
         events: KVEvents | None = None,
         clock: Callable[[], float] = time.monotonic,
         states: StateSize | None = None,
+        num_ranks: int = 1,
     ) -> None:
         self.block_size = block_size
         self.events = events
-        self.groups = [
-            GroupCache(
-                index,
-                size,
-                block_size,
-                enable_prefix_caching,
-                eviction=eviction,
-                watermark=watermark,
-                events=None if index else events,
-                clock=clock,
-            )
-            for index, size in enumerate([GroupSize(groups)] if isinstance(groups, int) else groups)
+        self.ranks = [
+            [
+                GroupCache(
+                    index,
+                    size,
+                    block_size,
+                    enable_prefix_caching,
+                    eviction=eviction,
+                    watermark=watermark,
+                    events=None if index else events,
+                    clock=clock,
+                    first_block=rank * size.num_blocks,
+                )
+                for index, size in enumerate([GroupSize(groups)] if isinstance(groups, int) else groups)
+            ]
+            for rank in range(num_ranks)
         ]
+        self.groups = self.ranks[0]
+        """Those of the first rank, which is the only one but with data-parallel attention."""
         self.states: StateCache | None = None
         """The recurrent states, for models that have any."""
         if states is not None:
-            assert len(self.groups) == 1, "a model with recurrent state has one KV group"
+            assert len(self.groups) == num_ranks == 1, "a model with recurrent state has one KV group"
             self.states = StateCache(states, self.groups[0].tree, enable_prefix_caching)
-        self.sliding = [group for group in self.groups if group.window]
-        """The sliding-window groups, which free blocks behind their window."""
-        self.sessions = Sessions(self.groups[0].num_blocks, block_size, clock)
+        self.has_windows = any(group.window for group in self.groups)
+        """Whether there are sliding-window groups, which free blocks behind their window."""
+        self.sessions = Sessions(self.num_blocks, block_size, clock)
         self._supersedes = eviction == "session"
         self.offload: Offload | None = None
         """Slower tiers that keep the contents of evicted blocks."""
@@ -93,18 +103,28 @@ class KVCache:
 
     @property
     def num_blocks(self) -> int:
-        """Blocks of the first group."""
-        return self.groups[0].num_blocks
+        """Blocks of the first group, of all ranks."""
+        return sum(groups[0].num_blocks for groups in self.ranks)
 
     @property
     def num_empty_slots(self) -> int:
         """Empty slots of the first group's held blocks. Shared blocks have none, so none is counted twice."""
-        return self.groups[0].num_slots - self.num_filled
+        return sum(groups[0].num_slots for groups in self.ranks) - self.num_filled
 
-    @property
-    def roots(self) -> list[Node]:
+    def of(self, seq: Sequence) -> list[GroupCache]:
+        """The groups of the rank that ``seq`` belongs to."""
+        return self.ranks[seq.dp_rank]
+
+    def place(self, seq: Sequence, rank: int) -> None:
+        """Let ``seq``, which holds no blocks, belong to a rank."""
+        if rank != seq.dp_rank:
+            seq.dp_rank = rank
+            for held in seq.groups:
+                held.matched = None
+
+    def roots(self, seq: Sequence) -> list[Node]:
         """In each group, the node of the empty prefix."""
-        return [group.tree.root for group in self.groups]
+        return [group.tree.root for group in self.of(seq)]
 
     def no_blocks(self) -> list[GroupBlocks]:
         """``Sequence.groups`` of a new sequence."""
@@ -123,7 +143,7 @@ class KVCache:
         """
         least = (len(seq.tokens) - 1) // self.block_size
         while True:
-            ends = [group.match(seq, least) for group in self.groups]
+            ends = [group.match(seq, least) for group in self.of(seq)]
             depths = [end.depth for end in ends]
             least = min(depths)
             if least == max(depths):
@@ -137,7 +157,8 @@ class KVCache:
         freed.
         """
         needs = self._first_needs(seq, ends, max_step_tokens)
-        return all(group.fits(end, need, num_spare) for group, end, need in zip(self.groups, ends, needs, strict=True))
+        parts = zip(self.of(seq), ends, needs, strict=True)
+        return all(group.fits(end, need, num_spare) for group, end, need in parts)
 
     def _first_needs(self, seq: Sequence, ends: list[Node], max_step_tokens: int) -> list[int]:
         """In each group, the positions that need blocks when ``seq`` is started."""
@@ -147,7 +168,7 @@ class KVCache:
 
     def adopt(self, seq: Sequence, ends: list[Node]) -> None:
         """Give ``seq``, which holds no blocks, the cached blocks up to ``ends``, from ``match``."""
-        for group, end in zip(self.groups, ends, strict=True):
+        for group, end in zip(self.of(seq), ends, strict=True):
             group.adopt(seq, end)
         seq.num_computed_tokens = seq.capacity = ends[0].depth * self.block_size
         self.num_filled += seq.num_computed_tokens
@@ -169,7 +190,7 @@ class KVCache:
         if recalled is not None:
             contents = recalled.contents
         sources, num_copied = self._find_parts(seq, ends) if may_share and not contents else ([], 0)
-        for group, need in zip(self.groups, needs, strict=True):
+        for group, need in zip(self.of(seq), needs, strict=True):
             group.grow(seq, need)
         seq.capacity = self._capacity(seq)
         self.restore(seq, contents)
@@ -188,7 +209,7 @@ class KVCache:
         """In each group, the block with the most slots that ``seq`` can copy, and the number to copy in all groups."""
         if self.copy_slots is None or self.states is not None:
             return [], 0
-        parts = [group.find_part(seq, end) for group, end in zip(self.groups, ends, strict=True)]
+        parts = [group.find_part(seq, end) for group, end in zip(self.of(seq), ends, strict=True)]
         return [source for source, _ in parts], min(count for _, count in parts)
 
     def _capacity(self, seq: Sequence) -> int:
@@ -262,10 +283,11 @@ class KVCache:
         """Grow the block tables of ``seq`` to ``num_tokens`` positions, or change nothing and return ``False``."""
         if num_tokens <= seq.capacity:
             return True
-        for group in self.groups:
+        groups = self.of(seq)
+        for group in groups:
             if not group.can_grow(seq, num_tokens):
                 return False
-        for group in self.groups:
+        for group in groups:
             group.grow(seq, num_tokens)
         seq.capacity = -(-num_tokens // self.block_size) * self.block_size
         return True
@@ -276,7 +298,7 @@ class KVCache:
         Only committed positions may be published: a step in flight can still fail, and its keys and values
         would never have been written.
         """
-        for group in self.groups:
+        for group in self.of(seq):
             group.publish(seq, num_tokens)
         if self.states is not None and (published := seq.groups[0].published) is not None:
             self.states.publish(seq, num_tokens, published)
@@ -286,15 +308,16 @@ class KVCache:
 
         Steps in flight compute later positions, so they neither read nor write these blocks.
         """
-        for group in self.sliding:
-            group.slide(seq, num_tokens)
+        for group in self.of(seq):
+            if group.window:
+                group.slide(seq, num_tokens)
 
     def truncate(self, seq: Sequence, num_tokens: int) -> None:
         """Discard the computed positions from ``num_tokens`` on, and free the blocks that hold only such positions.
 
         None of them may be published, and no step in flight may write to them.
         """
-        for group in self.groups:
+        for group in self.of(seq):
             group.truncate(seq, num_tokens)
         self.num_filled -= seq.num_computed_tokens - num_tokens
         seq.num_computed_tokens = num_tokens
@@ -322,7 +345,7 @@ class KVCache:
         """Release all blocks of ``seq``; its published blocks stay in the prefix cache until evicted."""
         if seq.request.session and seq.groups[0].published is not None:
             self._note_turn(seq)
-        for group in self.groups:
+        for group in self.of(seq):
             group.release(seq)
         if self.states is not None:
             self.states.release(seq)
@@ -337,13 +360,13 @@ class KVCache:
             self.offload.note_session(seq.request.owner, seq.request.session, turn.slot, turn.ends[0])
         if self._supersedes:
             for earlier in before:
-                for group, end in zip(self.groups, earlier.ends, strict=True):
+                for group, end in zip(self.ranks[earlier.dp_rank], earlier.ends, strict=True):
                     group.tree.supersede(end, seq.groups[group.index].block_table)
 
     def forget_session(self, owner: str, name: str) -> None:
         """Evict what of the last turns of a session of ``owner`` no other request used."""
         for turn in [turn for session in self.sessions.forget(owner, name) for turn in session.turns]:
-            for group, end in zip(self.groups, turn.ends, strict=True):
+            for group, end in zip(self.ranks[turn.dp_rank], turn.ends, strict=True):
                 group.forget(end, (owner, name))
         if self.offload is not None:
             for slot in range(MAX_BRANCHES):
@@ -362,14 +385,15 @@ class KVCache:
 
     def clear(self) -> None:
         """Evict every block that no sequence holds."""
-        for group in self.groups:
+        for group in [group for groups in self.ranks for group in groups]:
             group.evict(group.num_cached)
 
     def check(self, holders: Iterable[Sequence]) -> None:
         """Assert that every block is accounted for, given all sequences that hold blocks. Costs O(pool)."""
         holders = list(holders)
-        for group in self.groups:
-            group.check(holders)
+        for rank, groups in enumerate(self.ranks):
+            for group in groups:
+                group.check([seq for seq in holders if seq.dp_rank == rank])
         if self.states is not None:
             self.states.check(holders)
         assert self.num_filled == sum(seq.num_computed_tokens for seq in holders), "computed positions are miscounted"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from collections import deque
+from collections import Counter, deque
 
 import msgspec
 
@@ -36,9 +36,12 @@ KVEvent = Stored | Removed
 
 
 class KVEvents:
-    """Queue of events with consecutive numbers."""
+    """Queue of events with consecutive numbers. Of a block that several ranks cache, only the first and the last change
+    is told."""
 
     def __init__(self) -> None:
+        self._num_copies: Counter[int] = Counter()
+        """Of each cached block, by its hash."""
         self._events: deque[KVEvent] = deque(maxlen=MAX_EVENTS)
         self._number = 0
 
@@ -48,12 +51,17 @@ class KVEvents:
         salt = str(node.edge[0]) if parent.parent is None else ""
         tokens = [token for token in map(folded, node.edge) if isinstance(token, int)]
         node.hash = chain_hash(parent.hash, tokens, salt)
-        self._number += 1
-        self._events.append(Stored(self._number, node.hash, parent.hash, tokens, salt))
+        self._num_copies[node.hash] += 1
+        if self._num_copies[node.hash] == 1:
+            self._number += 1
+            self._events.append(Stored(self._number, node.hash, parent.hash, tokens, salt))
 
     def removed(self, node: Node) -> None:
-        self._number += 1
-        self._events.append(Removed(self._number, node.hash))
+        self._num_copies[node.hash] -= 1
+        if not self._num_copies[node.hash]:
+            del self._num_copies[node.hash]
+            self._number += 1
+            self._events.append(Removed(self._number, node.hash))
 
     def take(self) -> list[KVEvent]:
         """Remove and return all queued events."""

@@ -71,10 +71,12 @@ class ByOwner(Generic[K, V]):
 class Turn:
     """The end of a turn that no later turn continues."""
 
-    __slots__ = ("_places", "num_blocks", "slot")
+    __slots__ = ("_places", "dp_rank", "num_blocks", "slot")
 
-    def __init__(self, ends: list[Node], slot: int) -> None:
+    def __init__(self, ends: list[Node], slot: int, dp_rank: int) -> None:
         self._places = [end.note_place() for end in ends]
+        self.dp_rank: int = dp_rank
+        """The rank in whose tree they are."""
         self.num_blocks: int = ends[0].depth
         """Of prompt and answer, as far as they are full."""
         self.slot: int = slot
@@ -174,7 +176,7 @@ class Sessions:
             session.num_found += seq.num_cached_tokens
         before = session.continued(ends[0], ends[0].depth)
         session.turns = [turn for turn in session.turns if turn not in before]
-        turn = Turn(ends, before[0].slot if before else session.free_slot())
+        turn = Turn(ends, before[0].slot if before else session.free_slot(), seq.dp_rank)
         session.turns.insert(0, turn)
         session.used = self._clock()
         session.kept_until = max(session.kept_until, session.used + request.cache_ttl)

@@ -6,7 +6,7 @@ one.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 import msgspec
 
@@ -67,19 +67,39 @@ class SequenceAdmission:
         return first if self.match_if_it_fits(first := waiting.first()) is not None else None
 
     def match_if_it_fits(self, seq: Sequence, num_spare: int | None = None) -> list[Node] | None:
-        """Last node of the cached prefix in each KV group; ``None`` without blocks for the rest and ``num_spare``."""
-        ends = self.cache.match(seq) if may_share(seq) else self.cache.roots
-        budget, least = self.max_num_batched_tokens, len(self.running) if num_spare is None else num_spare
+        """Last node of the cached prefix in each KV group; ``None`` without blocks for the rest and ``num_spare``.
+
+        Of several ranks with such blocks, ``seq`` is placed on the one with the longest prefix, among those that have
+        at most as many more positions than another as it has tokens: so ranks have about as much to attend to.
+        """
+        if len(self.cache.ranks) == 1:
+            return self._match_on_rank(seq, num_spare)
+        found = []
+        for rank, (first, *_) in enumerate(self.cache.ranks):
+            self.cache.place(seq, rank)
+            if (ends := self._match_on_rank(seq, num_spare)) is not None:
+                found.append((first.num_slots, -ends[0].depth, rank, ends))
+        least = min([num_slots for num_slots, *_ in found], default=0)
+        near = [entry for entry in found if entry[0] - least <= len(seq.tokens)]
+        if not near:
+            return None
+        _, _, rank, ends = min(near, key=lambda entry: (entry[1], entry[0], entry[2]))
+        self.cache.place(seq, rank)
+        return ends
+
+    def _match_on_rank(self, seq: Sequence, num_spare: int | None) -> list[Node] | None:
+        """``match_if_it_fits`` on the rank that ``seq`` belongs to."""
+        ends = self.cache.match(seq) if may_share(seq) else self.cache.roots(seq)
+        running: Collection[Sequence] = self.running.values()
+        if len(self.cache.ranks) > 1:
+            running = [other for other in running if other.dp_rank == seq.dp_rank]
+        budget, least = self.max_num_batched_tokens, len(running) if num_spare is None else num_spare
         has_room = self.cache.admits(seq, ends, budget, least)
         if not has_room and num_spare is None:
-            has_room = self.cache.admits(seq, ends, budget, self._count_growing())
+            has_room = self.cache.admits(seq, ends, budget, _count_growing(running))
         if seq.images is not None and self.images is not None:
             has_room = has_room and self.images.admits(seq, ends[0].depth * self.cache.block_size)
         return ends if has_room else None
-
-    def _count_growing(self) -> int:
-        """Running sequences that may need another block, for which one is left: none, if a block holds a context."""
-        return sum(seq.capacity < seq.max_computed_tokens for seq in self.running.values())
 
     def adopt_and_reserve(self, seq: Sequence) -> bool:
         """Adopt the cached prefix of a waiting sequence and reserve blocks for the rest, or change nothing."""
@@ -234,6 +254,11 @@ class SequenceAdmission:
             return False
         num_spare = len(self.running) + 1 + -(-len(seq.tokens) // self.cache.block_size)
         return self.match_if_it_fits(first, num_spare) is not None
+
+
+def _count_growing(running: Collection[Sequence]) -> int:
+    """Running sequences that may need another block, for which one is left: none, if a block holds a context."""
+    return sum(seq.capacity < seq.max_computed_tokens for seq in running)
 
 
 def _num_uncomputed(seq: Sequence) -> int:

@@ -90,7 +90,7 @@ def apply_result(
             num_committed += len(tokens) - 1
     if num_committed % cache.block_size < num_committed - start:  # at least one block is newly full
         cache.publish(seq, num_committed)
-    if cache.sliding:
+    if cache.has_windows:
         cache.slide(seq, num_committed)
     if not tokens and reason is None and not result.prompt_logprobs:
         return None

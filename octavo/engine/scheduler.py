@@ -147,7 +147,7 @@ class Scheduler(SequenceAdmission):
         if not cache.could_hold(seq.max_computed_tokens, self.max_num_batched_tokens):
             raise ContextLengthExceeded(
                 f"The prompt has {seq.num_prompt_tokens} tokens and 'max_tokens' is {request.max_tokens}, "
-                f"but the KV cache has room for {cache.num_blocks * cache.block_size} tokens.",
+                f"but the KV cache has room for {cache.groups[0].num_blocks * cache.block_size} tokens.",
                 param="max_tokens",
             )
 
@@ -285,11 +285,11 @@ class Scheduler(SequenceAdmission):
         return True
 
     def _idle_behind(self, seq: Sequence) -> Iterator[Sequence]:
-        """Sequences younger than ``seq`` that are not in flight, youngest first."""
+        """Sequences of its rank younger than ``seq`` that are not in flight, youngest first."""
         for other in reversed(self.running.values()):
             if other is seq:
                 break
-            if not other.num_in_flight:
+            if not other.num_in_flight and other.dp_rank == seq.dp_rank:
                 yield other
 
     def _preempt(self, seq: Sequence, by: Sequence) -> None:
@@ -514,25 +514,31 @@ class Scheduler(SequenceAdmission):
 
 def snapshot(counters: EngineStats, cache: KVCache, num_running: int, num_waiting: int) -> EngineStats:
     """``counters`` with the current gauges; O(1), since every gauge is updated incrementally."""
-    first = cache.groups[0]
+    firsts = [groups[0] for groups in cache.ranks]
     stats = msgspec.structs.replace(
         counters,
         accepted_by_position=list(counters.accepted_by_position),
         num_running=num_running,
         num_waiting=num_waiting,
-        num_used_blocks=first.num_used,
+        num_used_blocks=sum([first.num_used for first in firsts]),
         num_empty_slots=cache.num_empty_slots,
-        num_cached_blocks=first.num_cached,
+        num_cached_blocks=sum([first.num_cached for first in firsts]),
         num_copied_tokens=cache.num_copied,
-        num_evictions=sum(group.num_evicted for group in cache.groups),
+        num_evictions=sum([group.num_evicted for groups in cache.ranks for group in groups]),
         num_sessions=len(cache.sessions),
-        num_pinned_blocks=first.num_pinned,
+        num_pinned_blocks=sum([first.num_pinned for first in firsts]),
         session_queries=cache.sessions.num_queries,
         session_hits=cache.sessions.num_hits,
     )
     if len(cache.groups) > 1:
         stats.kv_groups = [
-            KVGroupStats(group.window, group.num_blocks, group.num_used, group.num_cached) for group in cache.groups
+            KVGroupStats(
+                of_ranks[0].window,
+                sum([group.num_blocks for group in of_ranks]),
+                sum([group.num_used for group in of_ranks]),
+                sum([group.num_cached for group in of_ranks]),
+            )
+            for of_ranks in zip(*cache.ranks, strict=True)
         ]
     if (states := cache.states) is not None:
         stats.num_state_slots, stats.num_used_states = states.size.num_slots, states.num_used

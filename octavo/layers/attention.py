@@ -1,20 +1,30 @@
-"""The attention of a layer, over a cache of whole contexts or over the parts that several ranks have of them.
+"""The attention of a layer, over a cache of whole contexts or over the parts that several ranks have of them; and the
+rows of a step of which a rank computes it.
 
 Ranks that would hold the same keys and values may divide the context of each sequence ("decode context parallel"):
 each stores every P-th position. Queries of all their heads go to all of them, each attends to its own positions, and
 every rank gets the results of its heads, which it merges.
 
-Shapes: T tokens, N heads of this rank, P ranks, M = P N, H head dim, L latent, X = H + 1 or L + 1, R rotated pairs.
+Or they divide the sequences ("data-parallel attention"): a sequence belongs to the rank that has its blocks, which has
+all heads. All ranks have the residual stream of all rows, as feed-forward layers are divided by their widths or
+experts: what a rank's attention adds for its rows is summed over the ranks with zeros in place of others' rows, so that
+the sums have the bits of one device.
+
+Shapes: T rows of the step, n of them of this rank, R rotated pairs, or rows whose logits are needed, of which this rank
+has r, S sequences, N heads of this rank, P ranks, M = P N, H head dim, L latent, X = H + 1 or L + 1.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from octavo import ops
-from octavo.ops.attention import HeadLayout, LayerCache, PagedRows
-from octavo.ops.collective import ContextRanks
+from octavo.ops.attention import GroupRows, HeadLayout, ImageRows, LayerCache, PagedRows, SingleRows
+from octavo.ops.collective import Collective, ContextRanks
 from octavo.ops.latent_attention import LatentHeads
 from octavo.ops.linear import head_linear
 
@@ -53,3 +63,62 @@ def _merged(found_TMX: Tensor, ranks: ContextRanks, sinks_N: Tensor | None, dtyp
     (T, M, X), P = found_TMX.shape, ranks.size
     parts_PTX = ranks.collective.exchange(found_TMX.view(T, P, M // P * X))
     return ops.merge_parts(parts_PTX.view(P, T, M // P, X), sinks_N, dtype)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankRows(PagedRows):
+    """The metadata of a step's rows, with that of this rank's own ones. Slots and blocks count through all ranks."""
+
+    own: PagedRows
+    """That of this rank's rows, with slots and blocks in its own cache; without logits indices."""
+    own_n: Tensor
+    """int64: which rows these are."""
+    before_T: Tensor
+    """int64 [T + 1]: how many of them are before each row."""
+    collective: Collective
+
+    @property
+    def places(self) -> tuple[Tensor, Tensor]:
+        """Of this rank's rows those whose logits are needed [r], and their places among all such rows [r]."""
+        if self.logits_indices_R is None:
+            return torch.arange(len(self.own_n), device=self.own_n.device), self.own_n
+        indices_R = self.logits_indices_R
+        first_R = self.before_T[indices_R]
+        places_r = (self.before_T[indices_R + 1] > first_R).nonzero()[:, 0]
+        return first_R[places_r], places_r
+
+
+def rank_rows(rows: PagedRows, collective: Collective, num_blocks: Sequence[int], block_size: int) -> RankRows:
+    """``rows`` for the rank of ``collective``, where each rank has ``num_blocks`` of each KV group."""
+    rank, (first, *_) = collective.rank, rows.groups
+    is_own_T = first.slot_mapping_T.div(num_blocks[0] * block_size, rounding_mode="floor") == rank
+    own_n = is_own_T.nonzero()[:, 0]
+    before_T = torch.cat((own_n.new_zeros(1), is_own_T.cumsum(0)))
+    bounds = before_T[rows.cu_seqlens_q]
+    own_S = bounds.diff().nonzero()[:, 0]
+    groups = []
+    for group, count in zip(rows.groups, num_blocks, strict=True):
+        slots_n = group.slot_mapping_T[own_n] - rank * count * block_size
+        tables_SB = (group.block_tables_SB[own_S] - rank * count).clamp_(min=0)  # behind a window entries are 0
+        groups.append(GroupRows(slots_n, tables_SB))
+    single, images = rows.single, rows.images
+    if single is not None:
+        seqs_n = torch.searchsorted(own_S, single.seqs_T[own_n].long())
+        single = SingleRows(seqs_n.to(single.seqs_T.dtype), single.positions_T[own_n])
+    if images is not None:
+        seqs, firsts = own_S.tolist(), before_T.tolist()
+        spans = [span for span in images.spans if span.seq in seqs]
+        spans = [span._replace(first_row=firsts[span.first_row], seq=seqs.index(span.seq)) for span in spans]
+        images = ImageRows(images.slots_T[own_n], images.pool, tuple(spans))
+    own = PagedRows(
+        tuple(groups),
+        torch.cat((bounds.new_zeros(1), bounds[own_S + 1])).to(rows.cu_seqlens_q.dtype),
+        rows.seq_lens_S[own_S],
+        rows.max_query_len,
+        single=single,
+        has_long_context=rows.has_long_context,
+        rope_shifts_AT=None if rows.rope_shifts_AT is None else rows.rope_shifts_AT[:, own_n],
+        images=images,
+    )
+    every = {name: getattr(rows, name) for name in PagedRows.__dataclass_fields__}
+    return RankRows(**every, own=own, own_n=own_n, before_T=before_T, collective=collective)

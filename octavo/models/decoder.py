@@ -12,6 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from octavo import ops
+from octavo.layers.attention import RankRows
 from octavo.layers.heads import StepAngles, query_scale
 from octavo.layers.mlp import PlainActivation, gelu, gelu_tanh, relu, squared_relu
 from octavo.layers.norm import Norm
@@ -159,7 +160,11 @@ class Decoder:
         x_TD = self.embedded(token_ids_T, positions_T) if given_TD is None else given_TD
         if rows.images is not None and given_TD is None:
             x_TD = rows.images.put(x_TD)
-        step = self.step(token_ids_T, positions_T, x_TD, rows)
+        if isinstance(rows, RankRows):
+            own_n = rows.own_n
+            step = self.step(token_ids_T[own_n], positions_T[own_n], x_TD[own_n], rows.own)
+        else:
+            step = self.step(token_ids_T, positions_T, x_TD, rows)
         by_layer = rows.of_layers(len(self.layers))
         for index, layer, cache, own_rows in zip(self.own, self.layers, caches, by_layer, strict=True):
             x_TD = layer(x_TD, step, cache, own_rows)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from octavo import ops
+from octavo.layers.attention import RankRows
 from octavo.layers.heads import (
     ClippedHeads,
     JointNorms,
@@ -52,7 +53,8 @@ class DecoderLayer:
     def __init__(self, config: DecoderConfig, weights: WeightLoader, prefix: str, index: int) -> None:
         self.part, self.is_parallel = config.layers[index].attention, config.is_parallel
         self.before_attention = self.stream_norm(config, weights, prefix, config.names.before_attention)
-        self.load_mixer(config, weights, prefix, index)
+        with weights.attention():
+            self.load_mixer(config, weights, prefix, index)
         self.after_attention = self.stream_norm(config, weights, prefix, config.names.after_attention)
         self.mlp = self.feed_forward(config, weights, prefix, index)
 
@@ -234,12 +236,27 @@ class DecoderLayer:
 
     def __call__(self, x_TD: Tensor, step: StepAngles, cache: LayerCache, rows: PagedRows) -> Tensor:
         """The next residual stream, [T, D], or [R, D] with logits indices; ``x`` may be overwritten."""
+        if isinstance(rows, RankRows):
+            return self._of_ranks(x_TD, step, cache, rows)
         mixed_TN, x_TD = rows.pick(self.mix(x_TD, step, cache, rows), x_TD)
         if self.is_parallel:
             return self.o_proj(mixed_TN, residual=self.mlp(x_TD))
         if self.after_attention is None:
             return output_mlp(self.o_proj, self.mlp, mixed_TN, x_TD)
         return self.mlp(self.after_attention(self.o_proj(mixed_TN), x_TD))
+
+    def _of_ranks(self, x_TD: Tensor, step: StepAngles, cache: LayerCache, rows: RankRows) -> Tensor:
+        """``__call__`` where each rank computes attention for its own rows; ``step`` is that of these."""
+        _, x_RD = rows.pick(x_TD, x_TD)
+        part_RD = torch.zeros_like(x_RD)
+        if len(rows.own_n):
+            mixed_nN, (chosen_r, places_r) = self.mix(x_TD[rows.own_n], step, cache, rows.own), rows.places
+            part_RD[places_r] = self.o_proj(mixed_nN[chosen_r])
+        if self.is_parallel:
+            return rows.collective.all_reduce(part_RD, self.mlp(x_RD))
+        if self.after_attention is None:
+            return self.mlp(rows.collective.all_reduce(part_RD, x_RD))
+        return self.mlp(self.after_attention(rows.collective.all_reduce(part_RD), x_RD))
 
     def mix(self, x_TD: Tensor, step: StepAngles, cache: LayerCache, rows: PagedRows) -> Tensor:
         """What attention, or what a layer has in its place, makes of the residual stream, [T, N H]."""

@@ -8,10 +8,11 @@ Shapes: K inputs, N outputs, D model, F width of an expert, V vocabulary, X expe
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -217,6 +218,15 @@ class WeightLoader:
 
     # Attention heads.
 
+    @contextlib.contextmanager
+    def attention(self) -> Iterator[None]:
+        """Load a layer's attention in this block: whole, where each rank computes it for sequences of its own."""
+        parts = self._shard, self.collective
+        if self.form.keeps_attention_whole:
+            self._shard, self.collective = UNSHARDED, SINGLE_RANK
+        yield
+        self._shard, self.collective = parts
+
     def own_heads(self, heads: HeadLayout) -> HeadLayout:
         """This device's heads of a layer."""
         sinks_N, slopes_N = (
@@ -243,7 +253,8 @@ class WeightLoader:
         if self.tensors.is_dummy or not self._method.has_fp8_cache_scales:
             return {}
         heads = {layer: spec.num_kv_heads for layer, spec in enumerate(specs) if spec.kind == "attention"}
-        return read_cache_scales(self.tensors, heads, self._shard, self.form.device)
+        with self.attention():
+            return read_cache_scales(self.tensors, heads, self._shard, self.form.device)
 
     # Linear maps.
 

@@ -17,6 +17,7 @@ from octavo.layers.linear import Linear
 from octavo.layers.lora import AdapterRows
 from octavo.models.config import ModelConfig, architecture
 from octavo.models.config_keys import ConfigKeys, wrong
+from octavo.models.decoder_layer import DecoderLayer
 from octavo.models.encoder import EncoderConfig
 from octavo.models.encoders import ENCODERS, encoder_family
 from octavo.models.in_place import Kept
@@ -218,6 +219,14 @@ def load_model(
         labels=labels,
         mixtures=weights.mixtures,
     )
+
+
+def has_attention_of_rows(config: ModelConfig) -> bool:
+    """Whether each layer computes its attention apart from what follows, and caches nothing but keys and values: so
+    that it can be computed of some rows of a step."""
+    layer: Any = getattr(_family(config.architecture), "layer_class", None)
+    has_states = any(spec.kind == "state" or spec.state for spec in config.cache)
+    return layer is not None and layer.__call__ is DecoderLayer.__call__ and not has_states
 
 
 def _root(config: ModelConfig) -> str:

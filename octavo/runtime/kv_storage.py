@@ -17,7 +17,7 @@ from torch import Tensor
 from octavo.models.layer_cache import KVGroup, LayerCacheSpec, StateTensor
 from octavo.ops.attention import KVScales, LayerCache
 from octavo.ops.cache_rows import STORED, row_length
-from octavo.ops.collective import ContextRanks
+from octavo.ops.collective import Collective, ContextRanks
 
 
 class StatePool(NamedTuple):
@@ -53,14 +53,16 @@ class KVStorage:
         scales: Mapping[int, KVScales] = MappingProxyType({}),
         states: StatePool = ONE_STATE,
         context: ContextRanks | None = None,
+        sequences: Collective | None = None,
     ) -> None:
         """``num_blocks`` has one count per group; the last ``num_draft_layers`` layers are those of a drafter.
 
         ``scales`` are those of layers whose keys and values are stored scaled. ``context``: the ranks that divide the
-        ``block_size`` positions of each block, if any do.
+        ``block_size`` positions of each block, if any do. ``sequences``: the ranks that have the blocks of their own
+        sequences, if they do; blocks then count through the ranks.
         """
-        self.block_size = block_size
-        self.context = context
+        self.block_size, self.num_blocks = block_size, tuple(num_blocks)
+        self.context, self.sequences = context, sequences
         num_slots = block_size if context is None else block_size // context.size
         self.dtype = dtype
         self.device = device
@@ -152,6 +154,11 @@ class KVStorage:
 
     def copy_slots(self, group: int, source: int, target: int, num_tokens: int) -> None:
         """Copy the first ``num_tokens`` positions of block ``source``, in all layers of a group, to ``target``."""
+        if self.sequences is not None:
+            rank, count = self.sequences.rank, self.num_blocks[group]
+            if source // count != rank:
+                return
+            source, target = source % count, target % count
         num_tokens = num_tokens if self.context is None else self.context.part.count(num_tokens)
         for pool_LPNKSH in self.pools[group]:
             pool_LPNKSH[:, :, target, :, :num_tokens] = pool_LPNKSH[:, :, source, :, :num_tokens]

@@ -82,22 +82,25 @@ class Limits:
     max_num_batched_tokens: int
     states: StateSize | None = None
     """Pool of recurrent states, for models that have any."""
+    num_dp_ranks: int = 1
+    """Ranks that have so many blocks each for sequences of their own."""
 
     @property
     def num_kv_blocks(self) -> int:
         """Blocks of the first group, which limits the number of cached tokens."""
-        return self.num_blocks[0]
+        return self.num_blocks[0] * self.num_dp_ranks
 
     @property
     def num_cached_tokens(self) -> int:
-        """Most tokens that the first group caches, on all ranks that divide contexts."""
+        """Most tokens that the first group caches, on all ranks that divide contexts or sequences."""
         return self.num_kv_blocks * self.block_size
 
     @property
     def kv_groups(self) -> tuple[KVGroupInfo, ...]:
         """Window and size of each KV group, for reports."""
         groups = zip(self.groups, self.num_blocks, strict=True)
-        return tuple(KVGroupInfo(group.window, len(group.layers), count) for group, count in groups)
+        ranks = self.num_dp_ranks
+        return tuple(KVGroupInfo(group.window, len(group.layers), count * ranks) for group, count in groups)
 
 
 @dataclass(frozen=True)
@@ -179,15 +182,15 @@ def plan_memory(
     Raises ``ConfigError`` naming the setting to change when something does not fit.
     """
     num_parts = settings.model.decode_context_parallel_size
-    max_num_seqs, max_num_batched_tokens = batch or _first_batch(
-        settings.scheduler, model, dtype, device, free, (num_ranks, num_parts)
-    )
+    num_dp_ranks = num_ranks if settings.model.enable_dp_attention else 1
+    ranks = num_ranks, num_parts, num_dp_ranks
+    max_num_seqs, max_num_batched_tokens = batch or _first_batch(settings.scheduler, model, dtype, device, free, ranks)
     block_size = num_parts * _size_of_block(settings.cache.block_size or DEFAULTS[device].block_size, device)
     max_model_len = _longest_asked(settings, model)
     sizes = max_num_seqs, max_num_batched_tokens, max_model_len
-    activations = _work_bytes(model, dtype, device, weights, (num_ranks, num_parts), sizes)
+    activations = _work_bytes(model, dtype, device, weights, ranks, sizes)
     logits = LOGITS_COPIES * max(max_num_seqs, LOGPROB_ROWS) * model.vocab_size * 4
-    specs = rank_cache((*with_routes(model.cache, model.routes), *draft_specs), num_ranks)
+    specs = rank_cache((*with_routes(model.cache, model.routes), *draft_specs), num_ranks // num_dp_ranks)
     dtypes = dtype, DTYPES[settings.cache.state_dtype], kv_dtype
     flags = settings.speculative.speculative_config is not None, backend_of(device).keeps_marked_states
     stages = stage_caches(specs, settings.model.pipeline_parallel_size)
@@ -211,8 +214,11 @@ def plan_memory(
     _check_fit(max_model_len, kept, num_blocks[0], block_size, first_bytes, room - kv_bytes)
     if batch is not None:
         logger.warning("steps have at most %d sequences and %d tokens, so that longer contexts fit into memory", *batch)
-    pool, blocks = states.pool(num_snapshots), tuple(num_blocks)
-    limits = Limits(max_model_len, block_size, tuple(groups), blocks, max_num_seqs, max_num_batched_tokens, pool)
+    limits = Limits(
+        *(max_model_len, block_size, tuple(groups), tuple(num_blocks), max_num_seqs, max_num_batched_tokens),
+        states.pool(num_snapshots),
+        num_dp_ranks,
+    )
     of_states = states.held_bytes + num_snapshots * states.bytes_per_slot
     return limits, MemoryBudget(sum(weights.values()), kv_bytes, activations, logits, of_states)
 
@@ -292,11 +298,16 @@ def batch_limits(settings: SchedulerSettings, defaults: DeviceDefaults) -> tuple
 
 
 def _first_batch(
-    settings: SchedulerSettings, model: ModelConfig, dtype: torch.dtype, device: str, free: int, ranks: tuple[int, int]
+    settings: SchedulerSettings,
+    model: ModelConfig,
+    dtype: torch.dtype,
+    device: str,
+    free: int,
+    ranks: tuple[int, int, int],
 ) -> tuple[int, int]:
     """``batch_limits``, with no more tokens by default than keep activations a small share of the free memory.
 
-    ``ranks``: their number, and that of those that divide contexts.
+    ``ranks``: their number, and those of ranks that divide contexts and sequences.
 
     A sliding-window layer caches a step's tokens in addition to its windows, so that long steps would cost more there.
     """
@@ -397,15 +408,15 @@ def _work_bytes(
     dtype: torch.dtype,
     device: str,
     weights: Mapping[str, int],
-    ranks: tuple[int, int],
+    ranks: tuple[int, int, int],
     sizes: tuple[int, int, int],
 ) -> int:
     """Bytes that a step takes beside logits and caches.
 
-    ``ranks``: their number, and that of those that divide contexts; ``sizes``: most sequences, tokens, and a context.
+    ``ranks``: as for ``_first_batch``; ``sizes``: most sequences, tokens, and a context.
     """
-    (num_ranks, num_parts), (_, num_tokens, max_model_len) = ranks, sizes
-    activations = _activation_bytes(model, num_tokens, dtype, num_ranks, num_parts)
+    (num_ranks, num_parts, _), (_, num_tokens, max_model_len) = ranks, sizes
+    activations = _activation_bytes(model, num_tokens, dtype, *ranks)
     if device != GPU:  # in float32, what each of a token's experts gives; see sum_over_experts
         return activations + min(num_tokens, RESULT_ROWS) * model.num_chosen_experts * model.hidden_size * 4
     activations += _copy_bytes(model, dtype, weights) + _scratch_bytes(model, dtype, num_ranks, *sizes)
@@ -413,11 +424,12 @@ def _work_bytes(
 
 
 def _activation_bytes(
-    model: ModelConfig, num_tokens: int, dtype: torch.dtype, num_ranks: int, num_parts: int = 1
+    model: ModelConfig, num_tokens: int, dtype: torch.dtype, num_ranks: int, num_parts: int, num_dp_ranks: int
 ) -> int:
-    """Peak activation bytes of a layer: the residual stream plus a rank's part of the MLP or of attention, and what
-    ranks exchange that divide contexts among ``num_parts``."""
-    heads = (model.num_heads + 2 * model.num_kv_heads) * model.head_dim
+    """Peak activation bytes of a layer: the residual stream plus a rank's part of the MLP or of attention, which is all
+    of it where all rows may be of sequences of one rank, and what ranks exchange that divide contexts among
+    ``num_parts``."""
+    heads = (model.num_heads + 2 * model.num_kv_heads) * model.head_dim * num_dp_ranks
     widest = 3 * model.hidden_size + max(3 * model.ffn_size, 3 * heads) // num_ranks
     scratch = ATTENTION_COPIES * MAX_SCRATCH * 4
     exchanged = 0

@@ -98,12 +98,12 @@ def test_nothing_is_reserved_where_one_group_is_short() -> None:
 def test_a_new_sequence_gets_blocks_for_all_tokens_or_with_a_window_for_one_step() -> None:
     cache = KVCache([GroupSize(12), GroupSize(4, 5)], 2)
     seq, other = sequence_of(cache, TOKENS), sequence_of(cache, [50, 51, 52])
-    assert not cache.admits(seq, cache.roots, 9), "a step of five blocks"
-    assert cache.admits(seq, cache.roots, 4)
+    assert not cache.admits(seq, cache.roots(seq), 9), "a step of five blocks"
+    assert cache.admits(seq, cache.roots(seq), 4)
     cache.start(seq, cache.match(seq), True, 4)
     assert used(cache) == (2, 10)
-    assert cache.admits(other, cache.roots, 3)
-    assert not cache.admits(other, cache.roots, 3, num_spare=1)
+    assert cache.admits(other, cache.roots(other), 3)
+    assert not cache.admits(other, cache.roots(other), 3, num_spare=1)
     cache.check([seq])
 
 

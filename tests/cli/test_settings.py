@@ -29,7 +29,7 @@ EXCLUSIVE = {
     "prefill_upstream",
     *("grpc_ssl_ca_certs", "grpc_api_key"),
     *("grpc_worker", "grpc_timeout"),
-    *("decode_context_parallel_size", "pipeline_parallel_size"),
+    *("decode_context_parallel_size", "pipeline_parallel_size", "enable_dp_attention"),
 }
 """Refused together with ``kv_cache_memory``, ``kv_offload_dir``, ``enable_kv_events``, ``tenant_header`` or
 ``enable_return_routed_experts`` (``enable_prefix_caching``: if off), or under policies or backends to which they do not

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass, field
+from typing import Any
 
 import msgspec
 
@@ -65,6 +66,8 @@ class Features:
 
     states: bool = False
     """Whether the model has recurrent state."""
+    ranks: int = 1
+    """Ranks that have blocks for sequences of their own."""
 
     @property
     def num_groups(self) -> int:
@@ -113,7 +116,8 @@ class WatchedCache(KVCache):
     """Asserts that a prefix is found as far as it was ever computed, when nothing is evicted."""
 
     def watch(self, workload: Workload, prefix_caching: bool) -> None:
-        self.must_find = workload.is_roomy and prefix_caching and workload.states is None
+        alone = workload.states is None and len(self.ranks) == 1
+        self.must_find = workload.is_roomy and prefix_caching and alone
         self.history: list[tuple[str, list[int | None]]] = []
         self.num_adopted = 0
 
@@ -139,11 +143,12 @@ class WatchedCache(KVCache):
         return next((i for i in range(most) if computed[i] != seq.tokens[i]), most)
 
 
-def watched_cache(workload: Workload, prefix_caching: bool) -> WatchedCache:
+def watched_cache(workload: Workload, prefix_caching: bool, num_ranks: int = 1) -> WatchedCache:
     """A cache for ``workload``."""
     eviction = workload.eviction if prefix_caching else "lru"
     sizes = workload.groups, workload.block_size, prefix_caching
-    cache = WatchedCache(*sizes, eviction=eviction, watermark=workload.watermark, states=workload.states)
+    given: dict[str, Any] = {"eviction": eviction, "watermark": workload.watermark, "states": workload.states}
+    cache = WatchedCache(*sizes, **given, num_ranks=num_ranks)
     cache.watch(workload, prefix_caching)
     return cache
 
@@ -260,7 +265,7 @@ class Run:
                 self.trouble.poison[request.id] = position
             elif features.bad_rows and rng.random() < 0.3:
                 self.trouble.bad_rows[request.id] = position
-        self.cache = watched_cache(self.workload, features.prefix_caching)
+        self.cache = watched_cache(self.workload, features.prefix_caching, features.ranks)
         self.runner = OracleRunner(
             self.workload.block_size,
             self.trouble,

@@ -82,6 +82,47 @@ def test_what_does_not_go_with_stages_is_refused_by_name(settings: dict[str, Any
         make(tmp_path, 1, **{"pipeline_parallel_size": 2, **settings})
 
 
+MIXTURE = {
+    "architectures": ["MixtralForCausalLM"],
+    "model_type": "mixtral",
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "num_key_value_heads": 1,
+}
+
+
+def test_sequences_of_their_own_give_the_tokens_of_one_process_and_room_for_twice_as_many(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **MIXTURE}))
+    with make(tmp_path, 1, load_format="dummy") as one:
+        expected = texts(one)
+    settings = {"enable_dp_attention": True, "enable_expert_parallel": True, "load_format": "dummy"}
+    with make(tmp_path, 2, **settings) as two:
+        assert texts(two) == expected
+        assert two.info.num_kv_blocks == 2 * one.info.num_kv_blocks
+        assert two.info.memory["kv_cache"] == one.info.memory["kv_cache"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        ({"decode_context_parallel_size": 2}, "enable_dp_attention and decode_context_parallel_size"),
+        ({"pipeline_parallel_size": 2}, "enable_dp_attention and pipeline_parallel_size"),
+        ({"enable_lora": True}, "enable_dp_attention and enable_lora"),
+        ({"enable_return_routed_experts": True}, "enable_dp_attention and enable_return_routed_experts"),
+        ({"kv_offload_memory": 0.01}, "enable_dp_attention and kv_offload_memory"),
+        ({"speculative_config": '{"method": "mtp"}'}, '"mtp" does not go with enable_dp_attention; "ngram" does'),
+    ],
+)
+def test_what_does_not_go_with_sequences_of_ranks_is_refused_by_name(
+    settings: dict[str, Any], named: str, tmp_path: Path
+) -> None:
+    write_checkpoint(tmp_path)
+    with pytest.raises(ConfigError, match=named):
+        make(tmp_path, 2, **{"enable_dp_attention": True, **settings})
+
+
 @pytest.mark.nightly
 @pytest.mark.parametrize("num_parts", [2, *nightly_after(0, [1])])
 def test_prompt_lookup_gives_the_tokens_of_one_process_without_it(num_parts: int, tmp_path: Path) -> None:

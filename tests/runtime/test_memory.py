@@ -14,7 +14,7 @@ import torch
 
 from octavo.config import EngineConfig
 from octavo.errors import ConfigError
-from octavo.models.layer_cache import KVGroup
+from octavo.models.layer_cache import KVGroup, rank_cache
 from octavo.models.registry import read_config
 from octavo.ops.collective import SINGLE_RANK, ContextRanks
 from octavo.runtime import memory
@@ -74,6 +74,22 @@ def test_ranks_that_divide_contexts_hold_as_many_times_the_tokens_in_the_same_me
         limits.append(limit)
     one, three = limits
     assert (three.num_blocks, three.block_size) == (one.num_blocks, 3 * one.block_size)
+
+
+def test_ranks_with_sequences_of_their_own_hold_as_many_times_the_tokens_in_the_same_memory() -> None:
+    """Where there is one KV head, which all ranks would hold; with more, each rank holds all of them."""
+    kinds = torch.float32, torch.float32, "cpu", {"float32": 500}, 16 * GIB, 3
+    for kv_heads, times in ((1, 3), (3, 1)):
+        model, limits = read_config({**KEYS, "num_attention_heads": 3, "num_key_value_heads": kv_heads}), []
+        for dp_attention in (False, True):
+            values = {"tensor_parallel_size": 3, "enable_dp_attention": dp_attention, "kv_cache_memory": 0.25}
+            limit, budget = plan_memory(EngineConfig.from_flat(values), model, *kinds)
+            specs = rank_cache(model.cache, 3 // limit.num_dp_ranks)
+            sizes = limit.groups, limit.num_blocks, limit.block_size
+            storage = KVStorage(specs, *sizes, torch.float32, torch.device("cpu"))
+            assert sum(part.nbytes for part in storage.tensors) == budget.kv_cache
+            limits.append(limit)
+        assert abs(limits[1].num_cached_tokens - times * limits[0].num_cached_tokens) < 3 * limits[0].block_size
 
 
 @pytest.mark.parametrize(("free", "num_tokens"), [(16, 8192), (8, 4096), (4, 2048), (1, 2048)])

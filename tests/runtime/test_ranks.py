@@ -63,6 +63,8 @@ from tests.tiers import nightly_after
 NUM_DRAFTS = 2
 LIMITS = StepLimits(max_num_seqs=5, max_num_batched_tokens=24, max_blocks=30, max_drafts=NUM_DRAFTS)
 BLOCK_SIZE, NUM_BLOCKS = 4, 34
+FEW_BLOCKS = 24
+"""Of each rank that has sequences of its own."""
 STATES = StateSize(num_slots=14, num_held=10, every=16, interval=8, has_drafts=True)
 NUM_REQUESTS = 14
 DENSE_ON_CPUS = {"fp8, blocks"}
@@ -97,17 +99,20 @@ def make_engine(
     kv_dtype: torch.dtype = torch.float32,
     num_parts: int = 1,
     num_stages: int = 1,
+    dp_attention: bool = False,
 ) -> Made:
     """An engine of the model in a folder or file, on one device or on ranks; ``runs_ahead``: with GPUs' executor.
 
     ``num_parts``: ranks that divide contexts, with as many positions in larger blocks. ``num_stages``: of ranks that
-    divide layers.
+    divide layers. ``dp_attention``: each rank has sequences of its own, and fewer blocks for them.
     """
-    num_parts = min(num_parts, size)
-    block_size, num_blocks = BLOCK_SIZE * num_parts, NUM_BLOCKS // num_parts
+    num_parts, dp_ranks = min(num_parts, size), size if dp_attention else 1
+    block_size, num_blocks = BLOCK_SIZE * num_parts, (NUM_BLOCKS if dp_ranks == 1 else FEW_BLOCKS) // num_parts
     checkpoint = open_checkpoint(home)
     config = read_config(checkpoint.config)
     form = WeightFormat(torch.float32, CPU, packs, keeps_experts_whole=whole_experts, num_spare_experts=1)
+    form = replace(form, keeps_attention_whole=dp_attention)
+    is_plain = num_stages > 1 or dp_attention
 
     def check() -> None:
         if executor.failures:
@@ -120,8 +125,8 @@ def make_engine(
         )
         own_config = config if link is None else replace(config, stage=link.stage)
         rows = StackedRows(3, 8) if runs_ahead else AdapterRows()
-        loaded = load_model(own_config, checkpoint, form, rows if link is None else None, collective)
-        specs = rank_cache(config.cache, collective.size)
+        loaded = load_model(own_config, checkpoint, form, None if is_plain else rows, collective)
+        specs = rank_cache(config.cache, collective.size // dp_ranks)
         groups = kv_groups(specs, max_window=1000)
         counts = [num_blocks] * len(groups)
         if link is not None:
@@ -129,7 +134,8 @@ def make_engine(
             specs, groups = own_cache(specs, own), [group.within(own) for group in groups]
         pool = ONE_STATE if states is None else StatePool(states.num_slots)
         context = None if num_parts == 1 else ContextRanks(collective, num_parts)
-        storage = KVStorage(specs, groups, counts, block_size, kv_dtype, CPU, states=pool, context=context)
+        divided: dict[str, Any] = {"context": context, "sequences": None if dp_ranks == 1 else collective}
+        storage = KVStorage(specs, groups, counts, block_size, kv_dtype, CPU, states=pool, **divided)
         for part in storage.tensors:
             part.view(torch.uint8).fill_(255)  # NaN in every type
         storages.append(storage)
@@ -137,7 +143,7 @@ def make_engine(
         if link is not None:
             forward = make_forward(loaded.model, storage.layers, CPU)
             return HostExecutor(loaded.model, storage, VOCAB_SIZE, LIMITS, forward, vocabulary=vocabulary, link=link)
-        adapters = ModelAdapters(loaded.maps, rows, form)
+        adapters = None if is_plain else ModelAdapters(loaded.maps, rows, form)
         if not runs_ahead:
             experts = ExpertMoves(loaded.mixtures)
             parts: dict[str, Any] = {"adapters": adapters, "vocabulary": vocabulary, "experts": experts}
@@ -151,10 +157,11 @@ def make_engine(
     numbers: dict[str, int] = {}
     graphs = GraphDispatcher(LIMITS.max_num_seqs, LIMITS.max_num_batched_tokens, has_adapters=True, uses_graphs=False)
     choose = graphs.choose if runs_ahead else exact_shape
-    served = numbers if num_stages == 1 else None
+    served = None if is_plain else numbers
     runner = make_runner(executor, storages[0], VOCAB_SIZE, LIMITS, choose, served, has_stages=num_stages > 1)
     groups = kv_groups(config.cache, max_window=1000)
-    cache = KVCache([GroupSize(num_blocks, group.window) for group in groups], block_size, states=states)
+    counts = [GroupSize(num_blocks, group.window) for group in groups]
+    cache = KVCache(counts, block_size, states=states, num_ranks=dp_ranks)
     cache.copy_slots = BlockMessages(runner, 0).copy_slots
     if cache.states is not None:
         cache.states.copy = BlockMessages(runner, 0).copy_state
@@ -405,6 +412,46 @@ def test_ranks_that_divide_contexts_give_the_tokens_of_one_device(
 ) -> None:
     make_checkpoint(tmp_path, row, **{**sizes(row, size), **values})
     compare(tmp_path, size, num_parts=num_parts)
+
+
+@pytest.mark.parametrize(
+    ("row", "size", "whole_experts"),
+    [
+        *(("deepseek_v3/groups", 2, True), ("mixtral/two_of_five", 3, True)),
+        *nightly_after(
+            0,
+            (
+                ("deepseek_v2/lite", 3, True),
+                ("deepseek_v2/groups", 2, False),
+                ("glm4_moe_lite/latent", 2, True),
+                ("qwen3_moe/windows", 2, True),
+                ("gpt_oss/sinks", 3, True),
+                ("llama/gqa", 3, False),
+                ("cohere2_moe/shared", 2, True),
+                ("olmo2/biases", 2, False),
+            ),
+        ),
+    ],
+)
+def test_ranks_with_sequences_of_their_own_give_the_tokens_of_one_device(
+    row: str, size: int, whole_experts: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With preemption, prefixes and drafts on each of them; whole experts move, too."""
+    monkeypatch.setattr(expert_balance, "STEPS_BETWEEN_LOOKS", 3)
+    make_checkpoint(tmp_path, row, **sizes(row, size))
+    compare(tmp_path, size, whole_experts=whole_experts, dp_attention=True)
+
+
+def test_layers_whose_attention_is_not_apart_are_refused(tmp_path: Path) -> None:
+    settings = ModelSettings(tensor_parallel_size=2, enable_dp_attention=True)
+    for row, name in (("gemma4/experts", "Gemma4"), ("qwen3_next/experts", "Qwen3Next")):
+        config = read_config(make_config(row).to_dict() | {"architectures": [f"{name}ForCausalLM"]})
+        with pytest.raises(ConfigError, match=f"enable_dp_attention: does not go with the layers of {name}"):
+            check_divides(config, settings, CPU)
+    config = read_config({**make_config("llama/gqa").to_dict(), "architectures": ["LlamaForCausalLM"]})
+    check_divides(config, settings, CPU)
+    with pytest.raises(ConfigError, match="enable_dp_attention: is for CPUs"):
+        check_divides(config, settings, torch.device("cuda"))
 
 
 @pytest.mark.parametrize(

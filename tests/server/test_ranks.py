@@ -130,6 +130,8 @@ async def finish(recorders: list[Recorder], seconds: float = SECONDS) -> list[li
                 (3, {"decode_context_parallel_size": 3, "enable_expert_parallel": True}),
                 (2, {"tensor_parallel_size": 1, "pipeline_parallel_size": 2}),
                 (4, {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}),
+                (2, {"enable_dp_attention": True, "enable_expert_parallel": True}),
+                (3, {"enable_dp_attention": True, "enable_expert_parallel": True}),
             ),
         ),
     ],

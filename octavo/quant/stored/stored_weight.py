@@ -50,6 +50,8 @@ class WeightFormat:
 
     keeps_experts_whole: bool = False
     """Whether several ranks divide the experts of a mixture among them, and not each expert."""
+    keeps_attention_whole: bool = False
+    """Whether each of several ranks has all of a layer's attention, for sequences of its own."""
     num_spare_experts: int = 0
     """Copies of experts that each rank then holds besides."""
     outlined_for: str | None = None

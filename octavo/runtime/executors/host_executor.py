@@ -17,6 +17,7 @@ from torch import Tensor
 
 from octavo import ops
 from octavo.errors import CANCELLATIONS, CheckpointError, RanksLost, RunnerError, WorkerLost
+from octavo.layers.attention import rank_rows
 from octavo.models.adapters import ModelAdapters
 from octavo.models.in_place import checksums
 from octavo.models.pooling import Pooling
@@ -118,6 +119,7 @@ class HostExecutor:
         self._buffers = deque(StepBuffers(storage.num_groups) for _ in range(num_steps))
         """For each step in flight, that of the next one first."""
         self._num_groups, self._block_size = storage.num_groups, storage.block_size
+        self._sequences, self._num_blocks = storage.sequences, storage.num_blocks
 
     def send(self, message: Message) -> Reply[Any]:
         """See ``Executor``."""
@@ -207,6 +209,8 @@ class HostExecutor:
     def _compute(self, token_ids_T: Tensor, positions_T: Tensor, rows: PagedRows) -> Tensor:
         if self._context is not None:
             rows = rows.owned(self._context.part)
+        if self._sequences is not None:
+            rows = rank_rows(rows, self._sequences, self._num_blocks, self._block_size)
         if self._link is not None:
             assert self._forward is not None, "stages need one that takes what the stage before has computed"
             return self._link.begin(self._forward, token_ids_T, positions_T, rows)

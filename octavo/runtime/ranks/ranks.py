@@ -12,6 +12,7 @@ from octavo.errors import ConfigError
 from octavo.models.config import ModelConfig
 from octavo.models.layer_cache import PipelineStage
 from octavo.models.parts import DecoderConfig
+from octavo.models.registry import has_attention_of_rows
 from octavo.ops.collective import SINGLE_RANK, Collective
 from octavo.ops.device_backend import is_gpu
 from octavo.plugins import CPU
@@ -89,6 +90,27 @@ def check_divides(model: ModelConfig, settings: ModelSettings, device: torch.dev
     _check_stages(model, settings.pipeline_parallel_size, device)
     if is_gpu(device) and settings.enable_eplb and settings.batch_invariant:
         raise ConfigError("enable_eplb: does not go with batch_invariant on GPUs, where moves change the order of sums")
+    if settings.enable_dp_attention:
+        _check_sequences(model, device)
+    else:
+        _check_heads(model, size)
+    for name, width in _widths(model, settings):
+        if width % size:
+            raise ConfigError(f"tensor_parallel_size: {size} does not divide the width of the {name}, {width}")
+    if settings.decode_context_parallel_size > 1:
+        _check_parts(model, size, settings.decode_context_parallel_size)
+
+
+def _check_sequences(model: ModelConfig, device: torch.device) -> None:
+    """Raise ``ConfigError`` if ranks cannot compute attention for sequences of their own."""
+    if device.type != CPU:
+        raise ConfigError("enable_dp_attention: is for CPUs")
+    if not has_attention_of_rows(model):
+        raise ConfigError(f"enable_dp_attention: does not go with the layers of {model.architecture}")
+
+
+def _check_heads(model: ModelConfig, size: int) -> None:
+    """Raise ``ConfigError`` if attention cannot be divided by heads."""
     kv_heads = max(spec.num_kv_heads for spec in model.cache)
     parts = model.layers if isinstance(model, DecoderConfig) else ()
     for heads in sorted({model.num_heads, *(part.attention.num_heads for part in parts)}):
@@ -101,11 +123,6 @@ def check_divides(model: ModelConfig, settings: ModelSettings, device: torch.dev
         raise ConfigError(
             f"tensor_parallel_size: {size} must divide the model's {kv_heads} KV heads, or be a multiple of them"
         )
-    for name, width in _widths(model, settings):
-        if width % size:
-            raise ConfigError(f"tensor_parallel_size: {size} does not divide the width of the {name}, {width}")
-    if settings.decode_context_parallel_size > 1:
-        _check_parts(model, size, settings.decode_context_parallel_size)
 
 
 def _check_stages(model: ModelConfig, count: int, device: torch.device) -> None:
