@@ -6,31 +6,21 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from octavo_bench.reference.filling import filled
 from octavo_server.app import PARTS
 from octavo_server.http.endpoint import Endpoint, openapi_document
 
-START = """\
-# Endpoints and their fields
-
-Every endpoint of `octavo serve`, and every field that the body of a request may have; [api.md](api.md) says what is special about them, and
-[errors.md](errors.md) what they answer when something is wrong. A running server has the same as `/openapi.json`, and as a page at `/docs`.
-A field without a default is required. Null counts as absent. Other fields are passed over and named in the header
-`x-octavo-unknown-fields`, unless `--unknown-fields` says otherwise.
-
-`python -m octavo_bench.reference` writes this page.
-"""
 Json = Mapping[str, Any]
 
 
 def page() -> str:
-    """The page, in Markdown."""
-    return "\n".join(_lines()) + "\n"
+    """The page with what is there now."""
+    return filled("endpoints.md", {"endpoints": _lines()})
 
 
 def _lines() -> Iterator[str]:
     endpoints = [endpoint for part in PARTS for endpoint in part.ENDPOINTS]
     schemas = openapi_document(endpoints, "")["components"]["schemas"]
-    yield from START.splitlines()
     yield from ("", "## All endpoints", "", "| method | path | what it does | body |", "|---|---|---|---|")
     bodies: dict[str, list[Endpoint]] = {}
     for endpoint in endpoints:

@@ -9,27 +9,19 @@ from collections.abc import Iterator
 from typing import Any
 
 import octavo
+from octavo_bench.reference.filling import filled
 
-START = """\
-# Python API
-
-Everything that `octavo` exports. [python.md](python.md) shows by examples how it is used. Where a page of vLLM's documents describes a class of the
-same name, the fields mean the same.
-
-`python -m octavo_bench.reference` writes this page.
-"""
 FIRST = ("LLM", "SamplingParams", "Engine", "Client", "AsyncClient")
 """What most programs use; the others follow by name."""
 ERRORS = "Errors"
 
 
 def page() -> str:
-    """The page, in Markdown."""
-    return "\n".join(_lines()) + "\n"
+    """The page with what is there now."""
+    return filled("python_reference.md", {"classes": _lines()})
 
 
 def _lines() -> Iterator[str]:
-    yield from START.splitlines()
     found = {name: getattr(octavo, name) for name in octavo.__all__ if not name.startswith("_")}
     errors = {name: kind for name, kind in found.items() if issubclass(kind, Exception)}
     for name in [*FIRST, *sorted(found.keys() - errors.keys() - set(FIRST))]:

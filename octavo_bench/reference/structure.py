@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import ast
-import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+from octavo_bench.reference.filling import filled
+
 ROOT = Path(__file__).parents[2]
-PAGE = ROOT / "docs" / "structure.md"
 PACKAGES = ("octavo_bench", "octavo_fleet", "octavo_server", "octavo_kernels", "octavo")
 """From the outermost to the core; none but the last is imported by it."""
 WIDTH = 62
@@ -16,8 +16,7 @@ WIDTH = 62
 
 def page() -> str:
     """The page with a fresh drawing."""
-    drawing = "\n".join(_drawing())
-    return re.sub(r"```text\n.*?```", f"```text\n{drawing}\n```", PAGE.read_text(), count=1, flags=re.DOTALL)
+    return filled("structure.md", {"drawing": ("```text", *_drawing(), "```")})
 
 
 def _drawing() -> Iterator[str]:
