@@ -53,6 +53,10 @@ NUMBER_BITS = {
 """The width of the packed numbers of each kind, which may be wider than those in the file."""
 KINDS = frozenset(NUMBER_BITS)
 """The block kinds that can be packed."""
+JOINED_KINDS = frozenset({"Q2_K", "Q3_K"})
+"""Kinds whose numbers, less their zero point, fit 8 bits even times the multiple of their scale."""
+JOINED = 64
+"""Activations of such kinds that are rounded together."""
 
 ROWS_AT_ONCE = 64 * PANEL
 """Rows to give to ``PackedBlocks.of_groups`` at a time, which bounds temporary memory."""
@@ -77,6 +81,16 @@ class PackedBlocks:
     def group(self) -> int:
         """Number of inputs that share a scale."""
         return self.shape[1] // self.values.shape[1]
+
+    @property
+    def joins_groups(self) -> bool:
+        """Whether several groups of the weight are multiplied by one of activations."""
+        return self.has_multiples and self.kind in JOINED_KINDS
+
+    @property
+    def x_group(self) -> int:
+        """Number of inputs whose activations are rounded together."""
+        return JOINED if self.joins_groups else self.group
 
     @property
     def has_multiples(self) -> bool:
@@ -229,8 +243,9 @@ def _smallest_exact(scales: npt.NDArray[np.float32]) -> npt.NDArray[np.floating]
 def block_linear(x_TK: Tensor, packed: PackedBlocks, fused: Fused = PLAIN) -> Tensor:
     """``ops.linear``, all in float32.
 
-    The reference is exact up to float32 rounding. Kernels may round each group of a row of activations to
-    8 bits: an error of at most scale / 2 = max |x| / 254 for each activation of the group, so that::
+    The reference is exact up to float32 rounding. Kernels may round each group of a row of activations, which is of
+    ``packed.x_group`` inputs, to 8 bits: an error of at most scale / 2 = max |x| / 254 for each activation of the
+    group, so that::
 
         |y - exact| <= sum over groups of max |x| / 254 * sum |weight|     (and float32 rounding)
 

@@ -20,6 +20,7 @@ from octavo_kernels.cpu.attention.attention_dots import exponentials, gather, sc
 from octavo_kernels.cpu.attention.attention_turned import score_turned
 from octavo_kernels.cpu.linear import byte_dot
 from octavo_kernels.cpu.linear.block_dot import block_dot
+from octavo_kernels.cpu.linear.block_scales import JOINED
 from octavo_kernels.cpu.linear.dense_dot import dense_dot
 from octavo_kernels.cpu.vector_ir import BFLOAT16, E4M3, F32, FLOAT16, I32, I64, I32x16, load, store
 from tests.tiers import nightly
@@ -63,22 +64,22 @@ def assembly(cpu: str, code: str, triple: str = "aarch64-linux-gnu") -> str:
 
 
 @pytest.mark.parametrize(
-    ("cpu", "bits"),
+    ("cpu", "bits", "group", "scales"),
     [
-        ("neoverse-n2", 4),
-        ("neoverse-n1", 8),
-        nightly("neoverse-n2", 8),
-        nightly("neoverse-n1", 4),
-        nightly("apple-m1", 8),
-        nightly("cortex-a72", 4),
+        ("neoverse-n2", 4, 32, FLOAT16),
+        ("neoverse-n1", 8, 32, FLOAT16),
+        nightly("neoverse-n2", 8, 32, FLOAT16),
+        nightly("neoverse-n1", 4, 64, JOINED),
+        nightly("apple-m1", 8, 32, FLOAT16),
+        nightly("cortex-a72", 4, 32, FLOAT16),
     ],
 )
 def test_products_of_bytes_are_the_processors_own(
-    cpu: str, bits: int, on_arm: None, monkeypatch: pytest.MonkeyPatch
+    cpu: str, bits: int, group: int, scales: int, on_arm: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     instruction, name = CPUS[cpu]
     monkeypatch.setattr(byte_dot, "INSTRUCTION", instruction)
-    found = assembly(cpu, function_of(block_dot, 0, bits, 32, 0, FLOAT16))
+    found = assembly(cpu, function_of(block_dot, 0, bits, group, 0, scales))
     assert f"\t{name}\t" in found
     assert not {"sdot", "usdot"} & set(found.split()) - {name}
     assert "\tbl\t" not in found, "something is left to a library"

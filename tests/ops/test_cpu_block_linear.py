@@ -12,7 +12,7 @@ from torch import Tensor
 from octavo.ops import dispatch
 from octavo.ops.block_linear import KINDS, PackedBlocks, block_linear
 from octavo.ops.linear import Fused
-from octavo.weights.gguf.blocks import Groups, dequantize, split_groups
+from octavo.weights.gguf.blocks import BlockTensor, Groups, dequantize, split_groups
 from octavo_kernels.cpu import threads
 from tests.ops.cpu_cases import EVERY_KIND, needs_float_kernels, poison_new_tensors, random_blocks, random_ordered
 from tests.tiers import one_in
@@ -91,8 +91,8 @@ def test_error_is_within_the_stated_bound(kind: str, shape: tuple[int, int]) -> 
     x = torch.randn(11, shape[1]) * torch.logspace(-6, 6, 11)[:, None]
     weight = packed.unpack().double()
     found = block_linear(x, packed)
-    groups = weight.abs().view(shape[0], -1, packed.group).sum(-1)
-    largest = x.double().abs().view(11, -1, packed.group).amax(-1)
+    groups = weight.abs().view(shape[0], -1, packed.x_group).sum(-1)
+    largest = x.double().abs().view(11, -1, packed.x_group).amax(-1)
     bound = largest / 254 @ groups.T + 1e-5 * (x.double().abs() @ weight.abs().T)
     error = (found.double() - x.double() @ weight.T).abs()
     assert bool((error <= bound).all())
@@ -148,6 +148,18 @@ def test_the_largest_sums_are_exact(number: int) -> None:
 
 
 @needs_float_kernels
+@pytest.mark.parametrize("rows", [1, 13])
+def test_the_largest_numbers_times_multiples_fit_bytes(rows: int) -> None:
+    data = np.zeros((16, 110), np.uint8)  # the least number is -4, and the least multiple -32
+    data[:, 108:] = np.ones((16, 1), np.float16).view(np.uint8)
+    packed = PackedBlocks.pack(BlockTensor("Q3_K", (16, 256), data))
+    assert packed.joins_groups
+    for sign in (-1.0, 1.0):
+        x = torch.full((rows, 256), sign * 127)
+        assert torch.equal(block_linear(x, packed), torch.full((rows, 16), sign * 256 * 127 * 128))
+
+
+@needs_float_kernels
 def test_a_row_whose_numbers_are_too_large_spoils_itself_alone() -> None:
     packed, x = PackedBlocks.pack(random_blocks("Q4_1", 33, 256)), torch.randn(27, 256)
     expected = block_linear(x, packed)
@@ -183,10 +195,10 @@ def rows_with_large_channels(num_rows: int, columns: int, seed: int = 3) -> Tens
 def test_large_channels_cost_the_others_no_precision(kind: str) -> None:
     packed, x = PackedBlocks.pack(random_blocks(kind, 37, 768)), rows_with_large_channels(9, 768)
     weight = packed.unpack().double()
-    groups = x.view(9, -1, packed.group)
+    groups = x.view(9, -1, packed.x_group)
     groups *= groups.amax(-1, keepdim=True) > 20
     largest_of_others = groups.double().where(groups < 20, 0.0).abs().amax(-1)
-    bound = largest_of_others / 254 @ weight.abs().view(37, -1, packed.group).sum(-1).T
+    bound = largest_of_others / 254 @ weight.abs().view(37, -1, packed.x_group).sum(-1).T
     bound += 1e-6 * (x.double().abs() @ weight.abs().T)
     error = (block_linear(x, packed).double() - x.double() @ weight.T).abs()
     assert bool((error <= bound).all())
@@ -196,11 +208,11 @@ def test_large_channels_cost_the_others_no_precision(kind: str) -> None:
 @pytest.mark.parametrize("kind", EVERY_KIND)
 def test_more_large_numbers_than_there_is_room_for(kind: str) -> None:
     packed, x = PackedBlocks.pack(random_blocks(kind, 37, 1024)), torch.randn(13, 1024)
-    groups = x.view(13, -1, packed.group)
+    groups = x.view(13, -1, packed.x_group)
     groups[:, ::2] *= 0.01
     groups[:, 1::2] = groups[:, 1::2].sign() * 5
     weight = packed.unpack().double()
-    bound = groups.double().abs().amax(-1) / 254 @ weight.abs().view(37, -1, packed.group).sum(-1).T
+    bound = groups.double().abs().amax(-1) / 254 @ weight.abs().view(37, -1, packed.x_group).sum(-1).T
     bound += 1e-6 * (x.double().abs() @ weight.abs().T)
     found = block_linear(x, packed)
     assert bool(((found.double() - x.double() @ weight.T).abs() <= bound).all())

@@ -26,7 +26,7 @@ from tests.ops.test_cpu_levels import products, results
 has_dots = "avxvnni" in sys.argv[2]
 assert not vector_ir.HAS_VNNI
 assert byte_dot.INSTRUCTION == (byte_dot.VPDPBUSD_256 if has_dots else byte_dot.VPMADDUBSW)
-torch.save(products(["Q4_1", "Q8_0"]) if has_dots else results(), sys.argv[1])
+torch.save(products(["Q4_1", "Q8_0", "Q3_K"]) if has_dots else results(), sys.argv[1])
 """
 AVX2 = "+sse,+sse2,+sse3,+ssse3,+sse4.1,+sse4.2,+popcnt,+cx16,+avx,+avx2,+fma,+f16c,+bmi,+bmi2,+lzcnt,+movbe"
 
@@ -43,7 +43,7 @@ def products(kinds: list[str]) -> dict[str, torch.Tensor]:
 
 def results() -> dict[str, torch.Tensor]:
     """What kernels with registers and instructions of their own for AVX2 compute."""
-    found = products(["Q4_1", "Q8_0", "Q6_K", "Q5_1", "Q4_0"])
+    found = products(["Q4_1", "Q8_0", "Q3_K", "Q6_K", "Q5_1", "Q4_0", "Q2_K"])
     x, norm = torch.randn(13, 256), torch.randn(256)
     found["ordered"] = block_linear(x, random_ordered(64, 256), Fused(norm_K=norm, eps=1e-5, activation="silu"))
     found["dense"] = linear(x, torch.randn(37, 256))

@@ -308,9 +308,10 @@ _FORMS: dict[str, tuple[int, Callable[[Bytes], _Parts]]] = {
 
 _FACTORS = {
     "Q2_K": ((80, 1), (82, -1)),
-    "Q3_K": ((108, 1),),
+    "Q3_K": ((108, -1),),
     "Q4_K": ((0, 1), (2, -1)),
     "Q5_K": ((0, 1), (2, -1)),
     "Q6_K": ((208, 1),),
 }
-"""Where the float16 factors of a block's scales and minima are, and their signs."""
+"""Where the float16 factors of a block's scales and minima are, and the signs with which multiples of them are minima,
+or from -31 to 32."""

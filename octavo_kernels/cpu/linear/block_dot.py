@@ -25,6 +25,9 @@ For each term, and then for each large part without minima, in this order and no
     result = fma(minimum, activation_sum, result)                       formats with minima
     result = fma(float(total) * activation_scale, weight_scale, result)
 
+In formats whose groups are joined, see ``block_scales``, ``total`` is of numbers times multiples: with a packed panel,
+the sum of each group's total times its multiple; a pair has the numbers times multiples. Minima are added one by one.
+
 A token's result has the same bits whatever the number of tokens: ``total`` is exact, and all else is computed by the
 same instructions, or by others that round the same number once.
 """
@@ -39,9 +42,25 @@ from numba.core import cgutils
 
 from octavo_kernels.cpu.compiled import Constant, emitted, inlined
 from octavo_kernels.cpu.host import is_zen, missing
-from octavo_kernels.cpu.linear.block_scales import load_scales, scale_bytes
-from octavo_kernels.cpu.linear.byte_dot import Dot4
-from octavo_kernels.cpu.linear.quantize import OFFSET, PART_WORDS, ROUNDER_BITS, SIDE_BYTES, START, TOKENS_TOGETHER
+from octavo_kernels.cpu.linear.block_scales import (
+    JOINED,
+    JOINED_GROUP,
+    joined_group,
+    load_multiple,
+    load_scales,
+    scale_bytes,
+    times_multiple,
+)
+from octavo_kernels.cpu.linear.byte_dot import INSTRUCTION, VPMADDUBSW, Dot4, add_multiple
+from octavo_kernels.cpu.linear.quantize import (
+    OFFSET,
+    OFFSETS,
+    PART_WORDS,
+    ROUNDER_BITS,
+    START,
+    TOKENS_TOGETHER,
+    term_bytes,
+)
 from octavo_kernels.cpu.linear.tile_dot import WEIGHT_TILE, X_TILE, declines, tile_call, tile_load, tile_store
 from octavo_kernels.cpu.vector_ir import (
     BROADCASTS_EACH_TIME,
@@ -72,12 +91,20 @@ ONE_PANEL, PAIR, PAIR_IN_TILES = 0, 1, 2
 """What ``block_dot`` multiplies with; and whether in Intel's tiles (AMX), for which see ``_emit_tile_dot``."""
 TOKEN_COUNTS = (*(((8, 6, 4, 2, 1), (6, 4, 2, 1)) if HAS_VNNI else ((4, 2, 1), (2, 1))), (TOKENS_TOGETHER, 6, 4, 2, 1))
 """Tokens multiplied at once, by operand: with the largest, all sums fit the registers, those of pairs just so."""
-PAIR_FROM = 24 if is_zen() else 12
-"""Fewest tokens for which panels are unpacked to pairs. On Zen 5 products of 16 are faster without, by 6 % in Q4_0 and
-20 % with minima."""
 
-Scales = tuple[ir.Value, ir.Value | None]
-"""A group's scales, and its minima if there are any."""
+Scales = tuple[ir.Value, list[ir.Value]]
+"""A group's scales, and its minima: none, or of each group of the weight."""
+
+
+def pair_from(scale_format: int) -> int:
+    """Fewest tokens for which panels are unpacked to pairs.
+
+    On Zen 5 products of 16 are faster without, by 6 % in Q4_0 and 20 % with minima. Joined groups have numbers of 8
+    bits, which AVX2 alone multiplies slowly.
+    """
+    if scale_format == JOINED and INSTRUCTION == VPMADDUBSW:
+        return 1 << 62
+    return 24 if is_zen() else 12
 
 
 @inlined
@@ -97,10 +124,15 @@ class _Form:
         self.bits, self.group, self.parts, self.scale_format = bits, group, 1 + has_minima, scale_format
         self.number_bits = bits
         """Of the numbers, in whatever they are stored."""
+        self.joined = group // JOINED_GROUP if scale_format == JOINED else 1
+        """Groups of the weight in one of activations."""
+        self.num_dots = 1
+        """Totals of which the total of a group is made."""
         self.value_bytes = group * bits // 8 * LANES
         self.scale_bytes = scale_bytes(scale_format, group, self.parts)
-        self.pair_bytes = 2 * (group + 4 * self.parts) * LANES
-        self.term_bytes = group + SIDE_BYTES
+        self.num_factors = 1 + has_minima * self.joined
+        self.pair_bytes = 2 * (group + 4 * self.num_factors) * LANES
+        self.term_bytes = term_bytes(group, self.joined)
 
     def weights(self, b: ir.IRBuilder, values: ir.Value) -> Iterator[ir.Value]:
         """A group's unsigned weights, four k at a time; loaded one by one, to use few registers."""
@@ -130,21 +162,22 @@ class _Form:
         field = b.lshr(high, splat(b, b.trunc(b.mul(i, i64(width)), I32)))
         return b.or_(low, b.shl(b.and_(field, constant(I32x16, _in_bytes((1 << width) - 1))), constant(I32x16, 4)))
 
-    def scales(self, b: ir.IRBuilder, base: ir.Value, g: ir.Value) -> Scales:
-        """The scales of group g of those at ``base``, and minima if any."""
-        found = load_scales(b, self.scale_format, self.group, self.parts, base, g)
-        return found[0], found[1] if self.parts > 1 else None
-
-    def start(self, b: ir.IRBuilder, term: ir.Value) -> ir.Value:
-        """Initial value of a total with a term."""
+    def start(self, b: ir.IRBuilder, term: ir.Value, dot: int) -> ir.Value:
+        """Initial value of a total with a term, or of its ``dot``th part."""
         if self.parts > 1:
-            return constant(I32x16, ROUNDER_BITS)
-        return splat(b, load(b, I32, term, self.group + OFFSET))
+            return constant(I32x16, ROUNDER_BITS if self.num_dots == 1 else 0)
+        return splat(b, load(b, I32, term, self.group + (OFFSET if self.num_dots == 1 else OFFSETS + 4 * dot)))
+
+    def with_dots(
+        self, b: ir.IRBuilder, g: ir.Value, which: int, totals: list[list[ir.Value]], dots: list[list[ir.Value]]
+    ) -> list[list[ir.Value]]:
+        """``totals`` of each token and panel with their ``which``th parts added."""
+        return dots
 
     def products(self, b: ir.IRBuilder, term: ir.Value, totals: list[ir.Value]) -> list[ir.Value]:
         """Totals, of the numbers alone, times the scale of a term: the bits of ``_products``, in fewer registers."""
         if self.parts == 1:
-            start = self.start(b, term)
+            start = self.start(b, term, 0)
             return _products(b, b.add(term, i64(self.group)), [b.add(total, start) for total in totals])
         x_scale = splat(b, load(b, F32, term, self.group))
         return [b.fmul(b.sitofp(total, F32x16), x_scale) for total in totals]
@@ -153,9 +186,9 @@ class _Form:
         self, b: ir.IRBuilder, term: ir.Value, products: list[ir.Value], scales: list[Scales], results: list[ir.Value]
     ) -> list[ir.Value]:
         """``results`` of each panel with a term's products added, of totals and its scale."""
-        if self.parts > 1:
-            x_sum = splat(b, load(b, F32, term, self.group + OFFSET))
-            results = [fma(b, minimum, x_sum, result) for (_, minimum), result in zip(scales, results, strict=True)]
+        for i in range(self.num_factors - 1):
+            x_sum = splat(b, load(b, F32, term, self.group + (OFFSET if self.joined == 1 else OFFSETS + 4 * i)))
+            results = [fma(b, minima[i], x_sum, result) for (_, minima), result in zip(scales, results, strict=True)]
         return _add_products(b, products, scales, results)
 
 
@@ -192,19 +225,50 @@ class _Panel(_Form):
 
     def __init__(self, form: tuple[int, int, int, int], values: ir.Value, scales: ir.Value) -> None:
         super().__init__(*form)
-        self._values, self._scales = values, scales
+        self._values, self._scales, self.num_dots = values, scales, self.joined
 
     def steps(self, b: ir.IRBuilder, g: ir.Value) -> Iterator[list[ir.Value]]:
         """A group's weights of each panel, four k at a time."""
         return ([weights] for weights in self.weights(b, offset(b, self._values, (g, self.value_bytes))))
 
     def step(self, b: ir.IRBuilder, g: ir.Value, i: ir.Value) -> list[ir.Value]:
-        """The ``i``th of ``steps``."""
-        return [self.weight(b, offset(b, self._values, (g, self.value_bytes)), i)]
+        """The ``i``th of ``steps``, times multiples if groups are joined."""
+        weight = self.weight(b, offset(b, self._values, (g, self.value_bytes)), i)
+        if self.joined == 1:
+            return [weight]
+        return [self._joined(b, weight, g, b.udiv(i, i64(JOINED_GROUP // 4)))]
 
     def factors(self, b: ir.IRBuilder, g: ir.Value) -> list[Scales]:
         """A group's scales and minima, of each panel."""
-        return [self.scales(b, self._scales, g)]
+        scale, *minima = load_scales(b, self.scale_format, self.group, self.parts, self._scales, g)
+        return [(scale, minima)]
+
+    def multiple(self, b: ir.IRBuilder, g: ir.Value, i: ir.Value) -> ir.Value:
+        """Those, int8, of the ``i``th group that is joined to group g."""
+        group = joined_group(b, self.group, g, i)
+        return load_multiple(b, JOINED_GROUP, self.parts, self._scales, group, 0)
+
+    def with_dots(
+        self, b: ir.IRBuilder, g: ir.Value, which: int, totals: list[list[ir.Value]], dots: list[list[ir.Value]]
+    ) -> list[list[ir.Value]]:
+        """See ``_Form``."""
+        if self.joined == 1:
+            return dots
+        multiple = b.sext(self.multiple(b, g, i64(which)), I32x16)
+        return [
+            [add_multiple(b, *pair, multiple) for pair in zip(*each, strict=True)]
+            for each in zip(totals, dots, strict=True)
+        ]
+
+    def unpacked(self, b: ir.IRBuilder, g: ir.Value) -> Iterator[ir.Value]:
+        """What a pair has of a group."""
+        for i, (weight,) in enumerate(self.steps(b, g)):
+            yield weight if self.joined == 1 else self._joined(b, weight, g, i64(4 * i // JOINED_GROUP))
+        ((scale, minima),) = self.factors(b, g)
+        yield from (scale, *minima)
+
+    def _joined(self, b: ir.IRBuilder, weight: ir.Value, g: ir.Value, i: ir.Value) -> ir.Value:
+        return times_multiple(b, weight, self.multiple(b, g, i), self.parts > 1)
 
 
 class _Pair(_Form):
@@ -213,10 +277,9 @@ class _Pair(_Form):
     count = 2
 
     def __init__(self, form: tuple[int, int, int, int], pair: ir.Value) -> None:
-        bits, group, has_minima, _ = form
-        super().__init__(8, group, has_minima, FLOAT32)
-        self.number_bits = bits
-        self._pair = pair
+        super().__init__(*form)
+        self.number_bits = self.bits if self.joined == 1 else 8
+        self.bits, self.value_bytes, self._pair = 8, self.group * LANES, pair
 
     def places(self, b: ir.IRBuilder, g: ir.Value) -> list[ir.Value]:
         """Addresses of a group in each panel."""
@@ -234,7 +297,14 @@ class _Pair(_Form):
 
     def factors(self, b: ir.IRBuilder, g: ir.Value) -> list[Scales]:
         """See ``_Panel``."""
-        return [self.scales(b, b.add(place, i64(self.value_bytes)), i64(0)) for place in self.places(b, g)]
+        places = (b.add(place, i64(self.value_bytes)) for place in self.places(b, g))
+        found = (load_scales(b, FLOAT32, self.group, self.num_factors, place, i64(0)) for place in places)
+        return [(scale, minima) for scale, *minima in found]
+
+
+def pair_bytes(bits: int, group: int, has_minima: int, scale_format: int) -> int:
+    """Bytes of a group of a pair."""
+    return _Form(bits, group, has_minima, scale_format).pair_bytes
 
 
 @emitted()
@@ -246,11 +316,8 @@ def take_apart(
     panel = _Panel((bits, group, has_minima, scale_format), values, scales)
     with Loop(b, num_groups, []) as loop:
         place = offset(b, out, (loop.index, panel.pair_bytes))
-        numbers = [weights for (weights,) in panel.steps(b, loop.index)]
-        (factors,) = panel.factors(b, loop.index)
-        for i, vector in enumerate([*numbers, *factors]):
-            if vector is not None:
-                store(b, vector, place, STEP_BYTES * i)
+        for i, vector in enumerate(panel.unpacked(b, loop.index)):
+            store(b, vector, place, STEP_BYTES * i)
 
 
 @emitted()
@@ -297,20 +364,25 @@ def _emit_block_dot(
         here = [b.add(at, i64(panels.term_bytes * token)) for token in range(num_tokens)]
         # With an address for each panel, the multiplications broadcast from memory.
         places = [at, hidden(b, at) if BROADCASTS_EACH_TIME else at][: panels.count]
-        dots = [
-            [Dot4(b, start, panels.number_bits) for _ in outs] for start in (panels.start(b, term) for term in here)
-        ]
+        totals = [[constant(I32x16, ROUNDER_BITS) for _ in outs] for _ in here]
+        steps = panels.group // 4 // panels.num_dots
         for i, weights in enumerate(panels.steps(b, g)):
+            which = i // steps
+            if i % steps == 0:
+                starts = (panels.start(b, term, which) for term in here)
+                dots = [[Dot4(b, start, panels.number_bits) for _ in outs] for start in starts]
             for token in range(num_tokens):
                 xs = [splat(b, load(b, I32, place, panels.term_bytes * token + 4 * i)) for place in places]
                 for dot, weight, x in zip(dots[token], weights, xs, strict=True):
                     dot.add(b, weight, x)
+            if i % steps == steps - 1:
+                totals = panels.with_dots(b, g, which, totals, [[dot.total(b) for dot in each] for each in dots])
         ask(g)
         scales = panels.factors(b, g)
         results = []
         for token, term in enumerate(here):
             before = loop.carried[token * panels.count : (token + 1) * panels.count]
-            products = _products(b, b.add(term, i64(panels.group)), [dot.total(b) for dot in dots[token]])
+            products = _products(b, b.add(term, i64(panels.group)), totals[token])
             results += panels.add(b, term, products, scales, before)
         loop.carried = results
     for i, result in enumerate(loop.results):
@@ -396,7 +468,7 @@ def add_large_parts(
             part = offset(b, b.add(parts, first), (loop.index, 4 * PART_WORDS))
             x, start, g, i = (load(b, I32, part, 4 * word) for word in (0, 3, 4, 5))
             weights = panels.step(b, b.sext(g, I64), b.sext(i, I64))
-            dots = [Dot4(b, splat(b, start), panels.number_bits) for _ in weights]
+            dots = [Dot4(b, splat(b, start), panels.number_bits if panels.joined == 1 else 8) for _ in weights]
             for dot, weight in zip(dots, weights, strict=True):
                 dot.add(b, weight, splat(b, x))
             factors = panels.factors(b, b.sext(g, I64))

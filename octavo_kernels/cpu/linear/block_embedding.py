@@ -25,7 +25,7 @@ ARGUMENTS = fields("task ids values scales out T V G group bits zero_point has_m
 @functools.cache
 def _task(scale_format: int) -> int:
     """Task over rows."""
-    is_multiple = scale_format == MULTIPLES
+    is_multiple = scale_format >= MULTIPLES
     float_format = FLOAT16 if is_multiple else scale_format
     float_bytes = FORMAT_BYTES[float_format]
 

@@ -16,17 +16,18 @@ from octavo_kernels.cpu.compiled import Constant, compiled_task, driver, inlined
 from octavo_kernels.cpu.linear.block_dot import (
     ONE_PANEL,
     PAIR,
-    PAIR_FROM,
     PAIR_IN_TILES,
     add_large_parts,
     block_dot,
+    pair_bytes,
+    pair_from,
     take_apart,
     tile_bytes,
     tokens_at_once,
 )
 from octavo_kernels.cpu.linear.block_scales import format_of, scale_bytes
 from octavo_kernels.cpu.linear.epilogue import EPILOGUE, GATES, TILE_BYTES, finish
-from octavo_kernels.cpu.linear.quantize import PART_WORDS, SIDE_BYTES, TOKENS_TOGETHER, quantize_row, room_for_parts
+from octavo_kernels.cpu.linear.quantize import PART_WORDS, TOKENS_TOGETHER, quantize_row, room_for_parts, term_bytes
 from octavo_kernels.cpu.linear.tile_dot import give_tiles, take_tiles
 from octavo_kernels.cpu.memory import fields, keep, read, view, whole_lines
 from octavo_kernels.cpu.rows.norms import normalise_row
@@ -46,12 +47,12 @@ ROWS_TO_FINISH = 8
 
 ARGUMENTS = fields(
     EPILOGUE,
-    "prepare multiply x norm eps:float order values scales zero_point has_minima group G terms parts counts is_pair "
-    "columns rows",
+    "prepare multiply x norm eps:float order values scales zero_point has_minima group joined G pair_from "
+    "terms parts counts is_pair columns rows",
 )
-"""The last six are set by the driver: terms [T, G], large parts [T, ``room_for_parts``], and their counts int32 [T];
-whether panels are unpacked in pairs; and the form of the items of ``multiply``: ``rows`` rows of activations times one
-of ``columns`` columns of panels.
+"""Groups are those of activations, of ``joined`` groups of the weight each. The last six are set by the driver: terms
+[T, G], large parts [T, ``room_for_parts``], and their counts int32 [T]; whether panels are unpacked in pairs; and the
+form of the items of ``multiply``: ``rows`` rows of activations times one of ``columns`` columns of panels.
 """
 
 
@@ -59,7 +60,7 @@ of ``columns`` columns of panels.
 def _first_term(a: Any, t: int) -> Any:
     """Byte offset of the terms of row t."""
     together, within = t // TOKENS_TOGETHER, t % TOKENS_TOGETHER
-    return (together * a.G * TOKENS_TOGETHER + within) * (a.group + SIDE_BYTES)
+    return (together * a.G * TOKENS_TOGETHER + within) * term_bytes(a.group, a.joined)
 
 
 @inlined
@@ -88,7 +89,7 @@ def _prepare_task(arguments: int, begin: int, end: int) -> None:
             x = ordered.ctypes.data
         places = x, a.terms + _first_term(a, t), a.parts + t * _part_bytes(a)
         room = scales.ctypes.data, rest.ctypes.data
-        counts[t] = quantize_row(a.group, a.has_minima, *places, a.zero_point, a.G, *room)
+        counts[t] = quantize_row(a.group, a.joined, a.has_minima, *places, a.zero_point, a.G, *room)
     keep((normed, scales, rest, ordered))
 
 
@@ -166,7 +167,8 @@ def _multiply_task(bits: int, group: int, has_minima: int, scale_format: int) ->
     value_bytes, factor_bytes = group * bits // 8 * PANEL, scale_bytes(scale_format, group, 1 + has_minima)
     tile = tile_bytes(group)
     operand = PAIR_IN_TILES if tile else PAIR
-    half_bytes, scales_ahead = (group + 4 * (1 + has_minima)) * PANEL, AHEAD * factor_bytes // value_bytes
+    half_bytes = pair_bytes(bits, group, has_minima, scale_format) // 2
+    scales_ahead = AHEAD * factor_bytes // value_bytes
 
     def multiply(arguments: int, begin: int, end: int) -> None:
         a = read(arguments, ARGUMENTS)
@@ -207,7 +209,7 @@ def _multiply_task(bits: int, group: int, has_minima: int, scale_format: int) ->
 def _divide(a: Any, threads: int) -> Any:
     """Choose the form of items; returns their number and how many are worth giving to a thread."""
     pairs = (a.N + 2 * PANEL - 1) // (2 * PANEL)
-    a.is_pair = a.T >= PAIR_FROM and (a.T >= LEAST_TOKENS or pairs >= 2 * threads)
+    a.is_pair = a.pair_from <= a.T and (a.T >= LEAST_TOKENS or pairs >= 2 * threads)
     a.columns = pairs if a.is_pair or a.gate else (a.N + PANEL - 1) // PANEL
     blocks = (a.T + TOKENS_AT_ONCE - 1) // TOKENS_AT_ONCE
     blocks = max(1, blocks, min(a.T // LEAST_TOKENS, ITEMS_A_THREAD * threads // pairs))
@@ -220,7 +222,7 @@ def _divide(a: Any, threads: int) -> Any:
 @driver
 def _driver(pool: int, arguments: int) -> int:
     a = read(arguments, ARGUMENTS)
-    terms = np.empty((a.T + TOKENS_TOGETHER) * a.G * (a.group + SIDE_BYTES), np.int8)
+    terms = np.empty((a.T + TOKENS_TOGETHER) * a.G * term_bytes(a.group, a.joined), np.int8)
     parts, counts = np.empty(a.T * _part_bytes(a), np.int8), np.empty(a.T, np.int32)
     a.terms, a.parts, a.counts = terms.ctypes.data, parts.ctypes.data, counts.ctypes.data
     items = (a.T + TOKENS_TOGETHER - 1) // TOKENS_TOGETHER  # two threads would write to the same cache lines
@@ -235,7 +237,7 @@ def _driver(pool: int, arguments: int) -> int:
 def block_linear_numba(x_TK: Tensor, packed: PackedBlocks, fused: Fused = PLAIN) -> Tensor:
     """See ``ops.block_linear``; activations become terms of 8 bits, with the error that its contract states."""
     bias_N, norm_K, eps, residual_TN, activation = fused
-    T, N, G = len(x_TK), packed.shape[0], packed.values.shape[1]
+    T, (N, K), group = len(x_TK), packed.shape, packed.x_group
     if activation not in GATES or (activation and N % (2 * PANEL)):
 
         def multiply(normed_TK: Tensor) -> Tensor:
@@ -246,12 +248,13 @@ def block_linear_numba(x_TK: Tensor, packed: PackedBlocks, fused: Fused = PLAIN)
     check_linear("block_linear", x_TK, packed.shape, fused)
     x = x_TK.contiguous()
     out_TN = residual_TN if residual_TN is not None else torch.empty(T, width)
-    has_minima = int(packed.has_minima)
+    has_minima, scale_format = int(packed.has_minima), format_of(packed)
     values = (
         *(address(bias_N), address(residual_TN), out_TN.data_ptr(), GATES[activation], T, N),
-        *(_prepare_task(), _multiply_task(packed.bits, packed.group, has_minima, format_of(packed))),
+        *(_prepare_task(), _multiply_task(packed.bits, group, has_minima, scale_format)),
         *(x.data_ptr(), address(norm_K), eps, address(packed.order)),
-        *(packed.values.data_ptr(), packed.scales.data_ptr(), packed.zero_point, has_minima, packed.group, G, *[0] * 6),
+        *(packed.values.data_ptr(), packed.scales.data_ptr(), packed.zero_point, has_minima, group),
+        *(group // packed.group, K // group, pair_from(scale_format), *[0] * 6),
     )
     call(_driver(), ARGUMENTS, values)
     return out_TN

@@ -15,6 +15,9 @@ A term is stored with all factors of its product::
 
     q int8 [g], scale float32, start float32, offset float32 or int32, 4 bytes of padding
 
+A group may join several groups of the weight, with minima and multiples of their own. Behind the padding there is then
+an offset for each: scale * sum(q) likewise, else -zero_point * sum(q).
+
 ``start`` is -ROUNDER * scale, exactly: the scale has two bits less than a float32. ``block_dot`` counts in the low bits
 of the float32 number ROUNDER, so that one fma(count, scale, start) is the product of the integer and the scale, rounded
 once. ``offset`` is scale * sum(q) for weights with minima, large parts included, else the int32 that the count starts
@@ -60,14 +63,28 @@ ROUNDER = 12582912.0
 ROUNDER_BITS = 0x4B400000
 SIDE_BYTES = 16
 """Bytes of a term behind its numbers."""
-START, OFFSET = 4, 8
-"""Byte offsets of these fields there, behind the scale."""
+START, OFFSET, OFFSETS = 4, 8, 16
+"""Byte offsets of these fields there, behind the scale; the last are those of joined groups."""
 TOKENS_TOGETHER = 12
 """Rows whose terms are interleaved: first terms are [T / 12][G][12 rows], so that a few rows are read contiguously."""
 LARGE_ABOVE = 1.5
 """Trade-off between precision and work: lower values give more groups large parts."""
+LARGEST_MULTIPLE = 32
+"""Of the scales of joined groups: numbers of up to 4 above or below the zero point become bytes then."""
 PART_WORDS = 6
 """Words of a large part, four bytes each."""
+
+
+@inlined
+def term_bytes(group: int, joined: int) -> int:
+    """Bytes of a term of ``group`` numbers, and of as many groups of the weight."""
+    return group + SIDE_BYTES * (1 + (joined > 1))
+
+
+@inlined
+def zero_of_bytes(zero_point: int, joined: int) -> int:
+    """The zero point of a group's numbers as they are multiplied; see ``block_scales.joined_numbers``."""
+    return zero_point * (LARGEST_MULTIPLE if joined > 1 else 1)
 
 
 @inlined
@@ -130,52 +147,67 @@ def _scale(largest: Any) -> Any:
 
 
 @inlined
+def _sum_bytes(at: int, count: int) -> Any:
+    total = 0
+    for number in view(at, count, np.int8):
+        total += number
+    return total
+
+
+@inlined
 def _list_parts(group: int, taken: int, step: Any, zero_point: int, g: int, parts: int) -> Any:
-    """Store the large parts of group ``g`` at ``parts``; returns their number and the sum of their numbers."""
-    numbers, fours = view(taken, group, np.int8), view(taken, group // 4, np.int32)
+    """Store the large parts of group ``g`` at ``parts``; returns their number."""
+    fours = view(taken, group // 4, np.int32)
     words, floats = view(parts, group * PART_WORDS, np.int32), view(parts, group * PART_WORDS, np.float32)
-    total, at = 0, 0
+    at = 0
     for i in range(group // 4):
         if fours[i] != 0:
-            here = 0
-            for k in range(4 * i, 4 * i + 4):
-                here += numbers[k]
+            here = _sum_bytes(taken + 4 * i, 4)
             words[at], floats[at + 1], floats[at + 2] = fours[i], step, np.float32(-ROUNDER) * step
             words[at + 3], words[at + 4], words[at + 5] = ROUNDER_BITS - zero_point * here, g, i
-            total, at = total + here, at + PART_WORDS
-    return at // PART_WORDS, total
+            at += PART_WORDS
+    return at // PART_WORDS
 
 
 @compiled
 def quantize_row(
-    group: int, has_minima: int, x: int, terms: int, parts: int, zero_point: int, G: int, scales_at: int, rest: int
-) -> int:
+    group: int, joined: int, has_minima: int, x: int, terms: int, parts: int, zero_point: int, G: int, scales_at: int,
+    rest: int,
+) -> int:  # fmt: skip
     """Quantise the ``G`` groups of a row at ``x`` into terms, which are interleaved with those of other rows.
 
+    Each is of ``joined`` groups of the weight, whose numbers are less ``zero_point``, or ``zero_of_bytes`` once joined.
     Large parts are stored from ``parts`` on, group by group; returns their number. Scratch: float32 [2, G] at
     ``scales_at``, and ``group`` float32 and as many bytes at ``rest``.
     """
+    length, zero, num_bytes = group // joined, zero_of_bytes(zero_point, joined), term_bytes(group, joined)
+    vectors, first, num_words = length // LANES, (OFFSETS if joined > 1 else OFFSET) // 4, (num_bytes - group) // 4
     total, num_parts, num_vectors, taken = np.float32(0), 0, group // LANES, rest + 4 * group
     steps, inverses = view(scales_at, G, np.float32), view(scales_at + 4 * G, G, np.float32)
     for g in range(G):
         steps[g], inverses[g] = _scale(_largest(num_vectors, x + 4 * group * g))
         total += steps[g]
     limit = np.float32(LARGE_ABOVE) * (total / np.float32(G))
-    term_bytes, num_words = TOKENS_TOGETHER * (group + SIDE_BYTES), SIDE_BYTES // 4
     for g in range(G):
-        at, term, step, inverse, more = x + 4 * group * g, terms + term_bytes * g, steps[g], inverses[g], np.float32(0)
+        at, term, step, inverse = x + 4 * group * g, terms + num_bytes * TOKENS_TOGETHER * g, steps[g], inverses[g]
+        large = np.float32(0)
         if step > limit and num_parts + group // 4 <= room_for_parts(G):
             _take_large(num_vectors, at, np.float32(LARGEST) * limit, step, inverse, rest, taken)
-            n, whole = _list_parts(group, taken, step, zero_point, g, parts + 4 * PART_WORDS * num_parts)
-            more, at, num_parts = np.float32(whole) * step, rest, num_parts + n
+            num_parts += _list_parts(group, taken, step, zero, g, parts + 4 * PART_WORDS * num_parts)
+            large, at = step, rest
             step, inverse = _scale(_largest(num_vectors, rest))
         if not np.isfinite(np.float32(ROUNDER) * step):
             step = np.float32(np.nan)
-        count = _round_group(num_vectors, at, inverse, term)
-        side, words = view(term + group, num_words, np.float32), view(term + group, num_words, np.int32)
+        side, words, whole = view(term + group, num_words, np.float32), view(term + group, num_words, np.int32), 0
         side[0], side[START // 4] = step, np.float32(-ROUNDER) * step
-        if has_minima:
-            side[OFFSET // 4] = np.float32(count) * step + more
-        else:
-            words[OFFSET // 4] = ROUNDER_BITS - zero_point * count
+        for i in range(joined):
+            count = _round_group(vectors, at + 4 * length * i, inverse, term + length * i)
+            whole += count
+            if has_minima:
+                more = np.float32(_sum_bytes(taken + length * i, length)) * large if large else np.float32(0)
+                side[first + i] = np.float32(count) * step + more
+            else:
+                words[first + i] = -zero_point * count
+        if not has_minima:
+            words[OFFSET // 4] = ROUNDER_BITS - zero * whole
     return num_parts
