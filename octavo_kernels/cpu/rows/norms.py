@@ -83,7 +83,7 @@ def _normalise(task_at: int, x_TD: Tensor, weight_D: Tensor, added: Tensor | Non
     addresses = x.data_ptr(), stride, weight.data_ptr(), address(added), out.data_ptr()
     values = (task_at, x.numel() // width, max(1, NUMBERS_A_PIECE // width), *addresses, width, D, eps)
     call(task_driver(), ARGUMENTS, values)
-    return (out if width == D else out[..., :D]).to(x_TD.dtype)
+    return (out if width == D else out[..., :D].contiguous()).to(x_TD.dtype)
 
 
 @rms_norm.kernel(device="cpu", name="numba", preference=10, supports=declines_floats)
