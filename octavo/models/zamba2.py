@@ -199,7 +199,11 @@ class Zamba2ForCausalLM(Decoder):
         super().__init__(config, weights)
         blocks: dict[str, SharedBlock] = {}
         for number, index in enumerate(config.uses):
-            first = config.uses[number % config.num_blocks]
+            first, own = config.uses[number % config.num_blocks], f"{config.names.layers}.{index}.shared_transformer"
+            if not config.tie_word_embeddings and weights.tensors.has(f"{own}.input_layernorm.weight"):
+                first = index  # transformers ties blocks only along with the embeddings
+                others = "self_attn.linear_", "feed_forward.gate_up_proj_adapter_list."  # changes of other layers
+                weights.tensors.leave_out(*(f"{own}.{other}" for other in others))
             prefix = f"{config.names.layers}.{first}.shared_transformer"
             if prefix not in blocks:
                 blocks[prefix] = SharedBlock(config, weights, prefix, index)
@@ -207,7 +211,7 @@ class Zamba2ForCausalLM(Decoder):
             assert isinstance(layer, Zamba2Layer)
             layer.use = Use(config, weights, index, blocks[prefix], prefix)
             if index != first:  # the same weights once more
-                weights.tensors.leave_out(f"{config.names.layers}.{index}.shared_transformer.")
+                weights.tensors.leave_out(f"{own}.")
 
     def step(self, token_ids_T: Tensor, positions_T: Tensor, x_TD: Tensor, rows: PagedRows) -> StepAngles:
         return super().step(token_ids_T, positions_T, x_TD, rows)._replace(embedded_TD=ops.concat(x_TD))

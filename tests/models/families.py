@@ -337,10 +337,11 @@ ROWS: dict[str, tuple[str, dict[str, Any]]] = {
             "mamba_d_state": 12,
         },
     ),
-    "zamba2/one_block": (
+    "zamba2/untied_blocks": (
         "zamba2",
         {
-            "layers_block_type": ["linear_attention", "hybrid"],
+            "layers_block_type": ["hybrid", "linear_attention", "hybrid"],
+            "num_hidden_layers": 3,
             "adapter_rank": 6,
             "mamba_d_state": 12,
             "add_bias_linear": True,
