@@ -15,7 +15,7 @@ from torch import Tensor
 
 from octavo.layers.moe import ExpertRouter, MoE
 from octavo.models.config import FULL, SLIDING
-from octavo.models.config_keys import ConfigKeys
+from octavo.models.config_keys import ConfigKeys, wrong
 from octavo.models.decoder import Decoder, read_decoder
 from octavo.models.decoder_layer import DecoderLayer, FeedForward
 from octavo.models.loader import WeightLoader
@@ -26,11 +26,20 @@ from octavo.models.rope import rope_values
 from octavo.ops.moe import Routing
 
 
-class SparseMixer(ExpertRouter):
-    """Chooses two experts; ``jitter`` is half the bound, relative to the larger absolute value."""
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PhimoeConfig(DecoderConfig):
+    jitter: float
+    """Half the bound within which logits count, relative to the larger absolute value."""
 
-    jitter = 0.01
+
+class SparseMixer(ExpertRouter):
+    """Chooses two experts."""
+
     takes_given = False
+
+    def __init__(self, router: ExpertRouter, jitter: float) -> None:
+        super().__init__(router.norm, router.weight_XD, router.routing)
+        self.jitter = jitter
 
     def select(self, x_TD: Tensor, given_TS: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
         assert given_TS is None, "its shares are of the order in which it chooses"
@@ -52,7 +61,8 @@ class PhimoeLayer(DecoderLayer):
     def feed_forward(self, config: DecoderConfig, weights: WeightLoader, prefix: str, index: int) -> FeedForward:
         moe = super().feed_forward(config, weights, prefix, index)
         assert isinstance(moe, MoE)
-        moe.router = SparseMixer(moe.router.norm, moe.router.weight_XD, moe.router.routing)
+        assert isinstance(config, PhimoeConfig)
+        moe.router = SparseMixer(moe.router, config.jitter)
         return moe
 
 
@@ -75,9 +85,11 @@ class PhimoeForCausalLM(Decoder):
         )
         keys.get("input_jitter_noise")
         moe = read_experts(keys, config, count_keys=("num_local_experts",), num_chosen=2, normalises=False)
+        if moe.num_chosen != 2:
+            raise wrong("num_experts_per_tok", moe.num_chosen, "2, which SparseMixer chooses")
         part = ExpertsPart(moe=moe, routing=Routing(moe.num_chosen), **EXPERTS)
-        has_bias = keys.flag("lm_head_bias")
-        return dataclasses.replace(config.with_experts(part), has_head_bias=has_bias)
+        config = dataclasses.replace(config.with_experts(part), has_head_bias=keys.flag("lm_head_bias"))
+        return config.extended(PhimoeConfig, jitter=keys.number("router_jitter_noise", 0.01))
 
 
 def phi_rope(keys: ConfigKeys) -> dict[str, object]:

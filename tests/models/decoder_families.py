@@ -155,7 +155,10 @@ ROWS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "opt/learned_positions": ("opt", {"ffn_dim": 48, "word_embed_proj_dim": 32}),
     "phi/parallel": ("phi", {**ROTATED_HALF}),
-    "phimoe/chosen_in_turn": ("phimoe", {"num_local_experts": 5, "lm_head_bias": True, "attention_bias": True}),
+    "phimoe/chosen_in_turn": (
+        "phimoe",
+        {"num_local_experts": 5, "lm_head_bias": True, "attention_bias": True, "router_jitter_noise": 0.2},
+    ),
     "stablelm/biases": ("stablelm", {**ROTATED_HALF, "use_qkv_bias": True}),
     "stablelm/normed_heads": (
         "stablelm",

@@ -11,6 +11,7 @@ import pytest
 from octavo.errors import CheckpointError
 from octavo.layers.rotary import DefaultRope, FactorsRope, LinearRope, Llama3Rope, SwitchedRope
 from octavo.models.parts import DecoderConfig, MLPPart
+from octavo.models.phimoe import PhimoeConfig
 from octavo.models.registry import read_config
 from octavo.steps.limits import NEVER, RopeSets
 from octavo.weights.generation_config import token_ids
@@ -227,3 +228,12 @@ def test_no_family_computes_angles_that_no_layer_uses() -> None:
         assert isinstance(config, DecoderConfig)
         used = {part.attention.rope for part in config.layers if not part.is_recurrent} - {None}
         assert used == set(range(len(config.ropes))), row
+
+
+def test_the_bound_of_phimoe_is_that_of_its_configuration() -> None:
+    mixture = {"architectures": ["PhimoeForCausalLM"], "num_local_experts": 4, "num_experts_per_tok": 2}
+    config = read(**mixture, router_jitter_noise=0.25)
+    assert isinstance(config, PhimoeConfig)
+    assert config.jitter == 0.25
+    with pytest.raises(CheckpointError, match="num_experts_per_tok is 3; it must be 2"):
+        read(**mixture | {"num_experts_per_tok": 3})

@@ -129,7 +129,7 @@ ROWS: dict[str, dict[str, Any]] = {
     "olmo3/two_ropes": {},
     "olmoe/clipped": {"clip_qkv": None},
     "phi/parallel": {},
-    "phimoe/chosen_in_turn": {},
+    "phimoe/chosen_in_turn": {"router_jitter_noise": 0.01},
     "seed_oss/biases": {},
     "smollm3/windows": {
         **dict.fromkeys(("sliding_window", "layer_types", "no_rope_layers")),
