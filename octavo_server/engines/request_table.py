@@ -94,7 +94,9 @@ class RequestJournal:
             self.tracing.end(live, reason, self.timelines)
 
     def _fail(self, live: LiveRequest, error: RequestError) -> None:
-        """End a request with an error, and notify its listener."""
+        """End a request with an error, and notify its listener, unless the listener of another one has aborted it."""
+        if live.id not in self._live:
+            return
         self._end(live, "error")
         self._forget(live)
         try:

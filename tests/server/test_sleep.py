@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 
-from octavo.errors import Unavailable
+from octavo.errors import RequestError, Unavailable
+from octavo.sampling_params import SamplingParams
+from octavo.types import Request
 from octavo_server.engines.async_engine import AsyncEngine
-from tests.server.child_engine import SLOW, assert_right, finish, kill, running, send, until
+from tests.server.child_engine import SLOW, Recorder, assert_right, finish, kill, running, send, until
 from tests.server.in_process import InProcessEngine
 from tests.tiers import one_in
 
@@ -74,6 +76,29 @@ def test_running_requests_can_be_kept_or_ended(mode: Any) -> None:
                 assert isinstance(stream[1].error, Unavailable)
             else:
                 assert_right([stream])
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("ends", ["sleep", "stop"])
+def test_choices_that_abort_each_other_end_once(ends: str) -> None:
+    async def main() -> None:
+        async with running(**SLOW) as engine:
+            requests: list[Request] = []
+
+            class Choice(Recorder):
+                def on_error(self, error: RequestError) -> None:
+                    super().on_error(error)
+                    for request in requests:
+                        engine.abort(request.id)
+
+            choices = [Choice() for _ in range(3)]
+            for choice in choices:
+                requests.append(Request(engine.next_id(), [1], SamplingParams(), 1000))
+                engine.add(requests[-1], choice)
+            await (engine.sleep(mode="abort") if ends == "sleep" else engine.stop(0))
+            assert [choice.error is not None for choice in choices] == [True, False, False]
+            assert engine.num_live == 0
 
     asyncio.run(main())
 
