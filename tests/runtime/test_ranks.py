@@ -316,6 +316,25 @@ def test_stages_give_the_tokens_of_one_device(
         assert max(pending) == num_stages - 1, "stages waited for each other"
 
 
+def test_penalties_are_those_of_a_step_when_later_ones_have_begun(tmp_path: Path) -> None:
+    """Stages but the last finish a step after they have begun the next ones, which replace its rejected drafts."""
+    make_checkpoint(tmp_path, "llama/gqa", num_hidden_layers=3)
+    one, ranks = make_engine(tmp_path, 1), make_engine(tmp_path, 1, num_stages=3)
+    params = SamplingParams(temperature=0, repetition_penalty=2.0)
+    try:
+        found = []
+        for made in (one, ranks):
+            made.engine.add(Request(0, [1, 2, 3], params, 20))
+            outputs: list[Output] = []
+            while made.engine.has_work:
+                outputs += made.engine.step()
+            found.append(told(iter(outputs))[0])
+        assert found[0] == found[1]
+        assert ranks.engine.stats().num_drafts > 10
+    finally:
+        ranks.executor.close()
+
+
 def test_a_stage_that_fails_ends_the_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also with a single request, after whose step no message comes that the failure would show at."""
     begin = StageLink.begin

@@ -103,10 +103,8 @@ class StepProgram:
 
     def begin(self, step: StepTensors, shape: StepShape, message: Step | None = None) -> BegunStep:
         """Compute the forward pass of a step."""
-        rows, extras = step.rows, step.extras
+        rows = step.rows
         draft = self._draft if shape.has_drafter else None
-        if extras is not None:
-            self.state.remember(step, extras)
         indices_R = None if shape.is_verification else step.logits_indices_R
         if indices_R is None and shape.max_query_len > 1 and not shape.is_verification:
             indices_R = (rows.cu_seqlens_q[1:] - 1).clamp(min=0)
@@ -130,6 +128,8 @@ class StepProgram:
         step, shape, message, x_TD, picked_R = begun
         extras, vocabulary = step.extras, self.state.vocabulary
         draft = self._draft if shape.has_drafter else None
+        if extras is not None:  # not sooner: stages begin later steps of the same sequences before they finish this one
+            self.state.remember(step, extras)
         if message is not None and not message.is_sampled and draft is None:
             return DeviceResults(None, None, None, x_TD)
         x_RD = x_TD if picked_R is None else x_TD[picked_R]
