@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
@@ -16,7 +17,9 @@ from octavo.models.loader import WeightLoader
 from octavo.models.modernbert import EuroBertModel, ModernBertModel
 from octavo.models.nomic_bert import GteModel, NomicBertModel
 from octavo.models.t5 import T5EncoderModel
-from octavo.quant.stored.stored_weight import DenseWeight, EncoderWeight, LinearWeight, WeightFormat
+from octavo.ops.dispatch import REFERENCE
+from octavo.ops.sliced_linear import SlicedValues, sliced_linear
+from octavo.quant.stored.stored_weight import DenseWeight, LinearWeight, PackedWeight, WeightFormat
 from octavo.quant.tensors import Renamed, TensorSource
 
 FAMILIES: dict[str, type[Encoder]] = {
@@ -88,16 +91,32 @@ def load_encoder(
     model = {**ENCODERS, **BIDIRECTIONAL}[config.architecture](config, weights)
     weights.tensors.finish()
     heads = [] if model.vocabulary is None else [model.vocabulary.out]
+    sizes = Counter(weights.bytes_by_format)
     for linear in {*heads, *(part.linear for part in weights.maps.values())}:
-        linear.weights = [_of_encoder(weight) for weight in linear.weights]
+        for i, weight in enumerate(linear.weights):
+            linear.weights[i] = _of_encoder(weight)
+            if linear.weights[i] is not weight:
+                sizes[linear.weights[i].format] += linear.weights[i].num_bytes
+                sizes[weight.format] -= 0 if weight is model.embedding.weight else weight.num_bytes
     root = config.root
     maps = {root + name.removeprefix(root): part for name, part in weights.maps.items()} | weights.maps
     maps |= {name.removeprefix(root): part for name, part in weights.maps.items()}
-    return LoadedEncoder(model, weights.num_parameters, weights.bytes_by_format, maps)
+    return LoadedEncoder(model, weights.num_parameters, sizes, maps)
 
 
 def _of_encoder(weight: LinearWeight) -> LinearWeight:
-    return EncoderWeight(weight.weight_NK, weight.dtype) if type(weight) is DenseWeight else weight
+    """The weight as slices where a kernel multiplies these."""
+    if type(weight) is not DenseWeight:
+        return weight
+    dtype = weight.dtype or weight.weight_NK.dtype
+    has_kernel = sliced_linear.chosen(weight.weight_NK.device.type, dtype) != REFERENCE
+    return SlicedWeight(SlicedValues.pack(weight.weight_NK), dtype) if has_kernel else weight
+
+
+class SlicedWeight(PackedWeight[SlicedValues]):
+    """A weight for ``ops.sliced_linear``."""
+
+    product = sliced_linear
 
 
 def _stored(names: Collection[str]) -> dict[str, str]:

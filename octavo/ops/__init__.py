@@ -30,7 +30,7 @@ from octavo.ops.gated_delta import gated_delta
 from octavo.ops.gated_norm import gated_norm
 from octavo.ops.grouped_linear import grouped_linear, grouped_output_mlp
 from octavo.ops.latent_attention import latent_attention, store_latents
-from octavo.ops.linear import concat, encoder_linear, head_linear, linear, lora, put_columns, stacked_lora
+from octavo.ops.linear import concat, head_linear, linear, lora, put_columns, stacked_lora
 from octavo.ops.linear_attention import linear_attention
 from octavo.ops.moe import grouped_moe, keep_routes, local_expert_ids, moe, route, sum_over_experts
 from octavo.ops.norms import layer_norm, rms_norm
@@ -38,5 +38,6 @@ from octavo.ops.partial_attention import merge_parts, partial_attention, partial
 from octavo.ops.sampling import adjust_logits, processed_logits, sample, token_logprobs
 from octavo.ops.scaled_linear import scaled_linear
 from octavo.ops.selective_scan import selective_scan
+from octavo.ops.sliced_linear import sliced_linear
 from octavo.ops.state_space import state_space
 from octavo.ops.stepping import next_tokens, publish_tokens, pull_step, stage_step

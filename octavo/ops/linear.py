@@ -66,16 +66,6 @@ def compose(x_TK: Tensor, fused: Fused, multiply: Callable[[Tensor], Tensor]) ->
     return y_TN if residual_TN is None else residual_TN.add_(y_TN)
 
 
-# ---- encoder_linear: ``linear`` for models that compute no token alone.
-
-
-@op
-def encoder_linear(x_TK: Tensor, weight_NK: Tensor, fused: Fused = PLAIN) -> Tensor:
-    """See ``linear``. A row's bits do not depend on the other rows, but may differ from those of ``linear``, whose
-    kernels are as good for a single row."""
-    return linear(x_TK, weight_NK, fused)
-
-
 # ---- head_linear: A separate linear map for each head. Shapes: T tokens, N heads, K inputs, O outputs.
 
 

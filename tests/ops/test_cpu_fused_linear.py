@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from octavo.ops import block_linear, encoder_linear, linear, scaled_linear
+from octavo.ops import block_linear, linear, scaled_linear, sliced_linear
 from octavo.ops.block_linear import PackedBlocks
 from octavo.ops.linear import Activation, Fused
+from octavo.ops.sliced_linear import SlicedValues
 from octavo_kernels.cpu import threads
 from tests.ops.cpu_cases import needs_float_kernels, poison_new_tensors, random_blocks, random_values
 from tests.tiers import one_in
@@ -34,9 +35,10 @@ def dense(N: int) -> tuple[Apply, Tensor, float]:
     return lambda x, *rest: linear(x, weight, Fused(*rest)), weight, 2e-5
 
 
-def of_encoder(N: int) -> tuple[Apply, Tensor, float]:
+def slices(N: int) -> tuple[Apply, Tensor, float]:
     _, weight, tolerance = dense(N)
-    return lambda x, *rest: encoder_linear(x, weight, Fused(*rest)), weight, tolerance
+    packed = SlicedValues.pack(weight)
+    return lambda x, *rest: sliced_linear(x, packed, Fused(*rest)), weight, tolerance
 
 
 def blocks(N: int) -> tuple[Apply, Tensor, float]:
@@ -52,7 +54,7 @@ def scaled(N: int) -> tuple[Apply, Tensor, float]:
 @one_in(3)
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("N", [64, 32, 40, 37])
-@pytest.mark.parametrize("make", [dense, of_encoder, blocks, scaled])
+@pytest.mark.parametrize("make", [dense, slices, blocks, scaled])
 def test_close_to_float64(
     make: Callable[[int], tuple[Apply, Tensor, float]], N: int, activation: Activation | None
 ) -> None:
@@ -78,7 +80,7 @@ def test_close_to_float64(
 
 
 @pytest.mark.parametrize("activation", ["silu", "gelu_tanh", None])
-@pytest.mark.parametrize("make", [dense, of_encoder, blocks, scaled])
+@pytest.mark.parametrize("make", [dense, slices, blocks, scaled])
 def test_a_row_does_not_depend_on_other_rows_or_on_threads(
     make: Callable[[int], tuple[Apply, Tensor, float]], activation: Activation | None
 ) -> None:
@@ -100,7 +102,7 @@ def test_a_row_does_not_depend_on_other_rows_or_on_threads(
 
 
 def test_the_residual_may_be_the_input() -> None:
-    for make in (dense, of_encoder, blocks, scaled):
+    for make in (dense, slices, blocks, scaled):
         apply, _, _ = make(K)
         x, norm = torch.randn(5, K), torch.randn(K)
         expected = apply(x, None, norm, 1e-5, x.clone(), None)
@@ -108,7 +110,7 @@ def test_the_residual_may_be_the_input() -> None:
 
 
 def test_what_does_not_fit_is_refused() -> None:
-    for make in (dense, of_encoder, blocks, scaled):
+    for make in (dense, slices, blocks, scaled):
         apply, _, _ = make(32)
         for options in ((torch.randn(31),), (None, torch.randn(K + 1)), (None, None, 0.0, torch.randn(2, 31))):
             with pytest.raises(ValueError, match="contiguous, of shape"):

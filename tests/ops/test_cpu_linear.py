@@ -1,20 +1,29 @@
-"""``linear`` and ``encoder_linear``: close to float64, and the same bits for a row in any batch."""
+"""``linear`` and ``sliced_linear``: close to float64, and the same bits for a row in any batch."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
+from torch import Tensor
 
-from octavo.ops import encoder_linear, linear
-from octavo.ops.dispatch import Op
-from octavo.ops.linear import Fused
+from octavo.ops import linear, sliced_linear
+from octavo.ops.linear import PLAIN, Fused
+from octavo.ops.sliced_linear import SlicedValues
 from octavo_kernels.cpu import threads
 from tests.ops.cpu_cases import needs_float_kernels, poison_new_tensors
 from tests.tiers import one_in
 
 pytestmark = needs_float_kernels
-both = pytest.mark.parametrize("product", [linear, encoder_linear])
-Product = Op[..., torch.Tensor]
+Product = Callable[..., Tensor]
+
+
+def sliced(x: Tensor, weight: Tensor, fused: Fused = PLAIN) -> Tensor:
+    return sliced_linear(x, SlicedValues.pack(weight), fused)
+
+
+both = pytest.mark.parametrize("product", [linear, sliced])
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 
 
@@ -57,24 +66,56 @@ def test_a_row_does_not_depend_on_other_rows_or_on_threads(dtype: torch.dtype, p
 
 def test_groups_of_rows_and_of_outputs_give_the_same_bits() -> None:
     x, weight, bias = torch.randn(400, 1552), torch.randn(500, 1552), torch.randn(500)
-    found = encoder_linear(x, weight, Fused(bias))
+    found = sliced(x, weight, Fused(bias))
     torch.testing.assert_close(found.double(), x.double() @ weight.double().T + bias, rtol=1e-5, atol=1e-4)
     for rows in (slice(0, 1), slice(90, 100), slice(383, 400)):
-        assert torch.equal(encoder_linear(x[rows], weight, Fused(bias)), found[rows])
+        assert torch.equal(sliced(x[rows], weight, Fused(bias)), found[rows])
     for outputs in (slice(0, 32), slice(448, 480)):
-        assert torch.equal(encoder_linear(x, weight[outputs], Fused(bias[outputs])), found[:, outputs])
+        assert torch.equal(sliced(x, weight[outputs], Fused(bias[outputs])), found[:, outputs])
 
 
-@both
-def test_sums_of_small_and_large_numbers_are_those_of_float32(product: Product) -> None:
+def test_sums_of_small_and_large_numbers_are_those_of_float32() -> None:
     x, weight = torch.randn(40, 256), torch.randn(32, 256)
     x *= 2.0 ** torch.randint(-30, 30, x.shape)
     weight *= 2.0 ** torch.randint(-30, 30, weight.shape)
     exact = x.double() @ weight.double().T
     size = x.double().abs() @ weight.double().abs().T
-    assert ((product(x, weight).double() - exact).abs() / size).max() < 4e-7
-    x[3, 5], x[4, 5] = torch.nan, torch.inf
-    assert (product(x, weight).isfinite().all(dim=1) == x.isfinite().all(dim=1)).all()
+    assert ((linear(x, weight).double() - exact).abs() / size).max() < 4e-7
+
+
+@both
+def test_rows_that_are_not_finite_give_none_that_are(product: Product) -> None:
+    x, weight = torch.randn(40, 256), torch.randn(32, 256)
+    x[3, 5], x[4, 5], x[5], x[6] = torch.nan, torch.inf, 1e37, 0
+    found = product(x, weight * 1e-3)
+    assert (found.isfinite().all(dim=1) == x.isfinite().all(dim=1)).all()
+    assert not found[6].any()
+    weight[7, 9] = -torch.inf
+    assert (product(torch.ones(1, 256), weight).isfinite()[0] == weight.isfinite().all(dim=1)).all()
+
+
+@pytest.mark.parametrize("num_large", [0, 1, 5])
+@pytest.mark.parametrize("size", [3e-20, 1.0, 1e20])
+def test_slices_are_as_good_as_float32(size: float, num_large: int) -> None:
+    """Numbers that are far larger than a row's others do not make these less exact."""
+    x, weight = torch.randn(64, 384), torch.randn(64, 384) * 0.05
+    weight[:32, :num_large] = 0  # only the others count
+    x[:, :num_large] *= 1e4
+    exact = x.double() @ weight.double().T
+    found = sliced(x * size, weight).double() / size
+    for outputs in (slice(0, 32), slice(32, 64)):
+        error = (found - exact)[:, outputs].norm() / exact[:, outputs].norm()
+        assert error < 4e-7, f"{error:.2e}"
+
+
+def test_what_is_packed_is_close_to_the_weight_everywhere() -> None:
+    weight = torch.randn(70, 100) * 10.0 ** torch.arange(-35, 35)[:, None]
+    packed = SlicedValues.pack(weight)
+    rows = packed.rows(torch.arange(70))
+    largest = weight.abs().amax(dim=1, keepdim=True)
+    assert ((rows - weight).abs() <= torch.maximum(largest * 2.0**-22, torch.tensor(1e-30))).all()
+    assert packed.slices.shape == (6, 2, 3, 16, 16, 4)
+    assert packed.num_bytes == 6 * 16 * (3 * 128 + 4)
 
 
 @both
@@ -90,7 +131,7 @@ def test_what_does_not_fit_is_refused(product: Product) -> None:
     with pytest.raises(ValueError, match="32 columns"):
         product(torch.zeros(1, 32), torch.zeros(4, 33))
     with pytest.raises(ValueError, match="bfloat16"):
-        product(torch.zeros(1, 32).bfloat16(), torch.zeros(4, 32))
+        linear(torch.zeros(1, 32).bfloat16(), torch.zeros(4, 32))
 
 
 @both

@@ -175,13 +175,6 @@ class DenseWeight:
         return ops.embedding(ids_T, self.weight_NK, self.dtype)
 
 
-class EncoderWeight(DenseWeight):
-    """A dense weight of an encoder."""
-
-    def apply(self, x_TK: Tensor, fused: Fused = PLAIN) -> Tensor:
-        return ops.encoder_linear(x_TK, self.weight_NK, fused)
-
-
 class Packed(Sized, Protocol):
     """A matrix [N, K] in the form of a product's kernel."""
 

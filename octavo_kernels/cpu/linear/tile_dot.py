@@ -1,12 +1,14 @@
-"""Products of matrices in float32 with Intel's tiles (AMX), which multiply numbers of bfloat16.
+"""Products of matrices in float32 with Intel's tiles (AMX), which multiply integers of 8 bits.
 
-A float32 is the sum of three terms of bfloat16, which have eight bits each, and a product of two the sum of the
-products of their terms. The six largest of these nine are computed; what is left out is below a float32's last bit.
-Products that are not of two first terms are added first: they are small, and their sum is rounded little.
+A row is rounded to integers of 24 bits times a scale, and these are three *slices*, signed integers of 8 bits (Ozaki,
+Ogita, Oishi and Rump, 2012; with integers arXiv 2306.11975). A product of two numbers is the sum of the products of
+their slices. Eight of these nine are computed, and sums of those of one *level*, the place of both slices together, are
+exact. What is left out, and what is lost by rounding, is about 2 ** -24 of the largest numbers of both rows. A row of
+activations keeps apart the few that are far larger than its mean: else they would make the others less exact. They are
+multiplied in float32.
 
-A *tile* is 1,024 bytes: sixteen rows of sixteen words. A weight's has sixteen outputs and 32 inputs; one of activations
-has sixteen pairs of inputs and sixteen tokens. A term's tiles lie behind those of the term before, for each step of 32
-inputs.
+A *tile* is 1,024 bytes: of activations sixteen tokens with 64 inputs each, of a weight sixteen rows of the same four
+inputs of sixteen outputs. The tiles of three slices are adjacent, for each step of 64 inputs.
 """
 
 from __future__ import annotations
@@ -16,61 +18,54 @@ import functools
 from typing import Any
 
 from llvmlite import ir
+from numba import types
 
-from octavo_kernels.cpu.attention.attention_turned import turned
+from octavo.ops.sliced_linear import QUAD, SLICES, STEP, UNIT
 from octavo_kernels.cpu.compiled import Constant, emitted
 from octavo_kernels.cpu.host import missing
 from octavo_kernels.cpu.vector_ir import (
-    FORMAT_BYTES,
+    F32,
     I8,
     I16,
     I32,
+    I64,
     LANES,
     F32x16,
+    I8x16,
     I32x16,
     Loop,
     call,
     constant,
+    fma,
     i64,
     load,
-    load_floats,
     offset,
-    shuffle,
+    splat,
     store,
+    sum_one,
 )
 
-FEATURES = ("amx-tile", "amx-bf16", "avx512f", "avx512bf16")
+FEATURES = ("amx-tile", "amx-int8", "avx512f")
 ARCH_PRCTL, REQUEST_STATE, TILE_DATA = 158, 0x1023, 18
 """Linux's call with which a process asks for the tiles' registers (its Documentation/arch/x86/xstate.rst)."""
 
 TILE_BYTES = 1024
 VECTOR_BYTES = 4 * LANES
-STEP = 2 * LANES
-"""Inputs of a tile."""
-X_TERMS = 3
-WEIGHT_TERMS = (3, 1, 2)
-"""By number format: float32, bfloat16, float16."""
-PRODUCTS = ((0, 2), (0, 1), (1, 1), (1, 0), (2, 0))
-"""Terms of weights and of activations, without the first of both; neighbours share one."""
-CHUNK = 16
-"""Steps whose sums are added in tiles: longer sums are sums of these, which are rounded less often."""
+SLICE_BITS = 8
+LEVELS = (((0, 0),), ((0, 1), (1, 0)), ((0, 2), (1, 1), (2, 0)), ((1, 2), (2, 1)))
+"""The slices of activations and of weights that are multiplied, by level."""
+STEP_BYTES = SLICES * TILE_BYTES
+CHUNK = 4
+"""Steps whose tiles stay in the first-level cache for all levels."""
 PANELS = TOKEN_TILES = 2
 """Tiles of outputs and of tokens that are multiplied at once: four of sums, and two operands of either kind."""
+LEVEL_BYTES = PANELS * TOKEN_TILES * TILE_BYTES
 WEIGHT_TILE, X_TILE = 4, 6
 """The first tile of either kind, behind those of sums."""
-
-
-_Type: Any = ir.Type  # llvmlite has no types
-
-
-class _BFloat(_Type):  # type: ignore[misc]
-    """A type that llvmlite lacks."""
-
-    def _to_string(self) -> str:
-        return "bfloat"
-
-
-BFLOAT = _BFloat()
+LARGE_ABOVE = 32
+"""Numbers above so many times a row's mean are kept apart: fewer than one in so many."""
+SIDE_WORDS, LARGE_WORDS = 2, 2
+"""Of a row's scale and the count of its large numbers; and of the index and the value of each, which follow."""
 
 
 @functools.cache
@@ -104,43 +99,43 @@ def give_tiles(b: ir.IRBuilder) -> None:
 
 
 @emitted()
-def split_row(b: ir.IRBuilder, number_format: Constant, row: ir.Value, num_vectors: ir.Value, out: ir.Value) -> None:
-    """Write the terms of a row of ``num_vectors`` vectors of 16 numbers of a format, the first at ``out``.
-
-    Each term of each step is a row of a tile.
-    """
-    num_terms = WEIGHT_TERMS[number_format]
-    with Loop(b, b.lshr(num_vectors, i64(1)), []) as loop:
-        at = offset(b, row, (loop.index, STEP * FORMAT_BYTES[number_format]))
-        halves = [load_floats(b, number_format, at, LANES * FORMAT_BYTES[number_format] * i) for i in range(2)]
-        _store_terms(b, halves, num_terms, offset(b, out, (loop.index, TILE_BYTES * num_terms)))
-    with b.if_then(b.trunc(num_vectors, ir.IntType(1))):
-        last = b.sub(num_vectors, i64(1))
-        halves = [
-            load_floats(b, number_format, offset(b, row, (last, LANES * FORMAT_BYTES[number_format]))),
-            constant(F32x16, 0.0),
-        ]
-        _store_terms(b, halves, num_terms, offset(b, out, (b.lshr(last, i64(1)), TILE_BYTES * num_terms)))
+def magnitudes(b: ir.IRBuilder, x: ir.Value, num_vectors: ir.Value, out: ir.Value) -> None:
+    """Write the largest |x| of a row, NaN if there is one, and their sum."""
+    with Loop(b, num_vectors, [constant(I32x16, 0), constant(F32x16, 0.0)]) as loop:
+        largest, total = loop.carried
+        bits = b.and_(load(b, I32x16, offset(b, x, (loop.index, VECTOR_BYTES))), constant(I32x16, 0x7FFFFFFF))
+        total = b.fadd(total, b.bitcast(bits, F32x16))
+        # The bits of |x|, as integers, sort like the numbers, and NaN sorts above all.
+        loop.carried = [call(b, "llvm.umax.v16i32", I32x16, [largest, bits]), total]
+    largest, total = loop.results
+    store(b, call(b, "llvm.vector.reduce.umax.v16i32", I32, [largest]), out)
+    store(b, sum_one(b, total), out, 4)
 
 
-def _store_terms(b: ir.IRBuilder, halves: list[ir.Value], num_terms: int, out: ir.Value) -> None:
-    for term in range(num_terms):
-        rounded = call(b, "llvm.x86.avx512bf16.cvtne2ps2bf16.512", ir.VectorType(BFLOAT, STEP), halves[::-1])
-        rounded = b.bitcast(rounded, ir.VectorType(I16, STEP))
-        store(b, rounded, out, TILE_BYTES * term)
-        for i in range(2):
-            words = shuffle(b, rounded, rounded, range(LANES * i, LANES * (i + 1)))
-            upper = b.shl(b.zext(words, I32x16), constant(I32x16, 16))
-            halves[i] = b.fsub(halves[i], b.bitcast(upper, F32x16))
+@emitted(factor=types.float32)
+def slice_row(
+    b: ir.IRBuilder, row: ir.Value, num_vectors: ir.Value, factor: ir.Value, num_steps: ir.Value, out: ir.Value
+) -> None:
+    """Write the slices of the integers nearest to a row's numbers times ``factor``, a row of each tile, from ``out``
+    on; zeros behind ``num_vectors`` vectors of 16."""
+    scale, half = splat(b, factor), constant(I32x16, 1 << (SLICE_BITS - 1))
 
+    def places(vector: ir.Value) -> list[tuple[int, ir.Value]]:
+        quarter = b.and_(vector, i64(3))
+        at = offset(b, out, (b.lshr(vector, i64(2)), STEP_BYTES), (quarter, LANES))
+        return [(i, b.add(at, i64(TILE_BYTES * i))) for i in reversed(range(SLICES))]
 
-@emitted()
-def turn_tiles(b: ir.IRBuilder, tiles: ir.Value, num_tiles: ir.Value) -> None:
-    """Transpose tiles, each in its place."""
-    with Loop(b, num_tiles, []) as loop:
-        at = offset(b, tiles, (loop.index, TILE_BYTES))
-        for i, vector in enumerate(turned(b, [load(b, F32x16, at, VECTOR_BYTES * i) for i in range(LANES)])):
-            store(b, vector, at, VECTOR_BYTES * i)
+    with Loop(b, num_vectors, []) as loop:
+        x = b.fmul(load(b, F32x16, offset(b, row, (loop.index, VECTOR_BYTES))), scale)
+        rounding = constant(I32x16, 0), ir.Constant(I16, -1), ir.Constant(I32, 4)  # as usual
+        whole = call(b, "llvm.x86.avx512.mask.cvtps2dq.512", I32x16, [x, *rounding])
+        for i, place in places(loop.index):
+            store(b, b.trunc(whole, I8x16), place)
+            if i:
+                whole = b.ashr(b.add(whole, half), constant(I32x16, SLICE_BITS))
+    with Loop(b, b.sub(b.shl(num_steps, i64(2)), num_vectors), []) as loop:
+        for _, place in places(b.add(num_vectors, loop.index)):
+            store(b, constant(I8x16, 0), place)
 
 
 @emitted()
@@ -156,28 +151,61 @@ def ask_to_write(b: ir.IRBuilder, address: ir.Value, stride: ir.Value, num_rows:
 
 @emitted()
 def multiply_tiles(
-    b: ir.IRBuilder, number_format: Constant, weight: ir.Value, weight_stride: ir.Value, x: ir.Value,
-    x_stride: ir.Value, num_steps: ir.Value, num_token_tiles: ir.Value, sums: ir.Value, room: ir.Value,
+    b: ir.IRBuilder, weight: ir.Value, weight_stride: ir.Value, x: ir.Value, x_stride: ir.Value, num_steps: ir.Value,
+    num_token_tiles: ir.Value, sums: ir.Value,
 ) -> None:  # fmt: skip
-    """Two panels of a weight of a format times ``num_token_tiles`` (1 or 2) tiles of tokens.
+    """Two panels of a weight times ``num_token_tiles`` (1 or 2) tiles of tokens.
 
-    Strides are from one panel, or one tile of tokens, to the next. ``sums`` gets tiles [PANELS, TOKEN_TILES] of
-    float32, outputs by tokens; ``room`` is as large.
+    Strides are from one panel, or one tile of tokens, to the next. ``sums`` gets tiles [levels, PANELS, TOKEN_TILES] of
+    int32, tokens by outputs.
     """
-    num_terms = WEIGHT_TERMS[number_format]
     for count in range(1, TOKEN_TILES + 1):
         with b.if_then(b.icmp_signed("==", num_token_tiles, i64(count))):
             w_at = [offset(b, weight, (weight_stride, i)) for i in range(PANELS)]
             x_at = [offset(b, x, (x_stride, i)) for i in range(count)]
-            _emit_chunk(b, num_terms, w_at, x_at, _least(b, num_steps, i64(CHUNK)), sums)
+            _emit_chunk(b, w_at, x_at, _least(b, num_steps, i64(CHUNK)), sums, is_first=True)
             with Loop(b, b.udiv(b.sub(num_steps, i64(1)), i64(CHUNK)), []) as loop:
                 first = b.mul(b.add(loop.index, i64(1)), i64(CHUNK))
-                w_on = [offset(b, at, (first, TILE_BYTES * num_terms)) for at in w_at]
-                x_on = [offset(b, at, (first, TILE_BYTES * X_TERMS)) for at in x_at]
-                _emit_chunk(b, num_terms, w_on, x_on, _least(b, b.sub(num_steps, first), i64(CHUNK)), room)
-                with Loop(b, i64(PANELS * TOKEN_TILES * LANES), []) as row:
-                    at, more = (offset(b, base, (row.index, VECTOR_BYTES)) for base in (sums, room))
-                    store(b, b.fadd(load(b, F32x16, at), load(b, F32x16, more)), at)
+                w_on, x_on = ([offset(b, at, (first, STEP_BYTES)) for at in side] for side in (w_at, x_at))
+                _emit_chunk(b, w_on, x_on, _least(b, b.sub(num_steps, first), i64(CHUNK)), sums, is_first=False)
+
+
+@emitted()
+def join_levels(
+    b: ir.IRBuilder, sums: ir.Value, sides: ir.Value, side_bytes: ir.Value, scales: ir.Value, weight: ir.Value,
+    num_rows: ir.Value,
+) -> None:  # fmt: skip
+    """Make the sums of a panel, ``num_rows`` rows of int32 for each level, numbers of float32 in the first level's
+    place, with the products of large numbers. ``sides`` are those of the rows, ``scales`` the panel's."""
+    scale = load(b, F32x16, scales)
+    lower = constant(F32x16, 2.0**-SLICE_BITS)
+    with Loop(b, num_rows, []) as loop:
+        at, side = offset(b, sums, (loop.index, VECTOR_BYTES)), b.add(sides, b.mul(loop.index, side_bytes))
+        levels = [load(b, I32x16, at, LEVEL_BYTES * i) for i in reversed(range(len(LEVELS)))]
+        total = b.sitofp(levels[0], F32x16)
+        for level in levels[1:]:
+            total = fma(b, total, lower, b.sitofp(level, F32x16))
+        store(b, b.fmul(total, b.fmul(splat(b, load(b, F32, side)), scale)), at)
+        count = load(b, I32, side, 4)
+        with b.if_then(b.icmp_signed("!=", count, ir.Constant(I32, 0))):
+            with Loop(b, b.sext(count, I64), [load(b, F32x16, at)]) as large:
+                entry = offset(b, side, (large.index, 4 * LARGE_WORDS))
+                weights = b.fmul(_emit_weights(b, weight, b.sext(load(b, I32, entry, 4 * SIDE_WORDS), I64)), scale)
+                x = splat(b, load(b, F32, entry, 4 * SIDE_WORDS + 4))
+                large.carried = [fma(b, x, weights, large.carried[0])]
+            store(b, large.results[0], at)
+
+
+def _emit_weights(b: ir.IRBuilder, weight: ir.Value, k: ir.Value) -> ir.Value:
+    """A panel's weights of an input, without their scales."""
+    within, quad = b.and_(k, i64(STEP - 1)), i64(QUAD - 1)
+    at = offset(b, weight, (b.udiv(k, i64(STEP)), STEP_BYTES), (b.udiv(within, i64(QUAD)), VECTOR_BYTES))
+    left = splat(b, b.trunc(b.mul(b.sub(quad, b.and_(k, quad)), i64(8)), I32))
+    whole = constant(I32x16, 0)
+    for i in range(SLICES):
+        part = b.ashr(b.shl(load(b, I32x16, at, TILE_BYTES * i), left), constant(I32x16, 24))
+        whole = b.add(b.shl(whole, constant(I32x16, SLICE_BITS)), part)
+    return b.fmul(b.sitofp(whole, F32x16), constant(F32x16, 1 / UNIT))
 
 
 def _least(b: ir.IRBuilder, x: ir.Value, y: ir.Value) -> ir.Value:
@@ -200,27 +228,25 @@ def tile_store(b: ir.IRBuilder, tile: int, address: ir.Value, row_bytes: int) ->
 
 
 def _emit_chunk(
-    b: ir.IRBuilder, num_terms: int, w_at: list[ir.Value], x_at: list[ir.Value], num_steps: ir.Value, out: ir.Value
+    b: ir.IRBuilder, w_at: list[ir.Value], x_at: list[ir.Value], num_steps: ir.Value, sums: ir.Value, *, is_first: bool
 ) -> None:
-    """Products of up to CHUNK steps, from the addresses of tiles on, to ``out``."""
+    """Add the products of up to CHUNK steps, from the addresses of tiles on, to the sums, or begin them."""
     places = {(i, j): TOKEN_TILES * i + j for i in range(PANELS) for j in range(len(x_at))}
     w_tiles, x_tiles = range(WEIGHT_TILE, WEIGHT_TILE + PANELS), range(X_TILE, X_TILE + TOKEN_TILES)
-    for place in places.values():
-        tile_call(b, "tilezero", place)
-    small = [(w, x) for w, x in PRODUCTS if w < num_terms]
-    for products in (small, [(0, 0)]):
+    for level, products in enumerate(LEVELS):
+        outs = {place: b.add(sums, i64(LEVEL_BYTES * level + TILE_BYTES * place)) for place in places.values()}
+        for place, out in outs.items():
+            if is_first:
+                tile_call(b, "tilezero", place)
+            else:
+                tile_load(b, place, out, VECTOR_BYTES)
         with Loop(b, num_steps, []) as loop:
-            w_on = [offset(b, at, (loop.index, TILE_BYTES * num_terms)) for at in w_at]
-            x_on = [offset(b, at, (loop.index, TILE_BYTES * X_TERMS)) for at in x_at]
-            loaded = (-1, -1)
-            for w, x in products:
-                sides = ((w, loaded[0], w_tiles, w_on), (x, loaded[1], x_tiles, x_on))
-                for term, before, tiles, on in sides:
-                    for tile, at in zip(tiles, on, strict=False):
-                        if term != before:
-                            tile_load(b, tile, b.add(at, i64(TILE_BYTES * term)), VECTOR_BYTES)
+            for x, w in products:
+                for tiles, addresses, term in ((w_tiles, w_at, w), (x_tiles, x_at, x)):
+                    for tile, at in zip(tiles, addresses, strict=False):
+                        here = offset(b, at, (loop.index, STEP_BYTES))
+                        tile_load(b, tile, b.add(here, i64(TILE_BYTES * term)), VECTOR_BYTES)
                 for (i, j), place in places.items():
-                    tile_call(b, "tdpbf16ps", place, w_tiles[i], x_tiles[j])
-                loaded = (w, x)
-    for place in places.values():
-        tile_store(b, place, b.add(out, i64(TILE_BYTES * place)), VECTOR_BYTES)
+                    tile_call(b, "tdpbssd", place, x_tiles[j], w_tiles[i])
+        for place, out in outs.items():
+            tile_store(b, place, out, VECTOR_BYTES)
