@@ -40,6 +40,10 @@ from octavo_kernels.triton.recurrent.rules import (
 
 COLUMNS = 64
 """Of a program, where columns do not depend on each other."""
+DELTA_COLUMNS = 32
+"""At a time of a program that has all: fewer registers let more programs load while others compute."""
+NUMBERS = 2048
+"""Of a state for each warp."""
 RECURRENT_ROWS = 33
 """Most rows of a sequence that are computed one after the other: a token and as many drafts as it may have."""
 ANY = 2**31 - 1
@@ -49,63 +53,78 @@ ANY = 2**31 - 1
 def recurrence_kernel(
     q_ptr: tl.tensor, k_ptr: tl.tensor, v_ptr: tl.tensor, row_stride: tl.tensor, dt_ptr: tl.tensor,
     dt_stride: tl.tensor, beta_ptr: tl.tensor, beta_stride: tl.tensor, gate_ptr: tl.tensor, gate_stride: tl.tensor,
-    a_log_ptr: tl.tensor, bias_ptr: tl.tensor, factor_ptr: tl.tensor, state_ptr: tl.tensor, out_ptr: tl.tensor,
-    starts_ptr: tl.tensor, lengths_ptr: tl.tensor, slots_ptr: tl.tensor, most: tl.tensor, eps: tl.tensor,
-    beta_scale: tl.tensor, low: tl.tensor, high: tl.tensor, RULE: tl.constexpr, ACTIVATION: tl.constexpr,
-    GATE: tl.constexpr, N: tl.constexpr, SHARE: tl.constexpr, TILE: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
-    K_BLOCK: tl.constexpr, V_BLOCK: tl.constexpr, LOWEST: tl.constexpr, PDL: tl.constexpr,
+    a_log_ptr: tl.tensor, bias_ptr: tl.tensor, factor_ptr: tl.tensor, state_ptr: tl.tensor, sums_ptr: tl.tensor,
+    out_ptr: tl.tensor, starts_ptr: tl.tensor, lengths_ptr: tl.tensor, slots_ptr: tl.tensor, most: tl.tensor,
+    eps: tl.tensor, beta_scale: tl.tensor, low: tl.tensor, high: tl.tensor, RULE: tl.constexpr,
+    ACTIVATION: tl.constexpr, GATE: tl.constexpr, N: tl.constexpr, SHARE: tl.constexpr, TILE: tl.constexpr,
+    K: tl.constexpr, V: tl.constexpr, K_BLOCK: tl.constexpr, OWN: tl.constexpr, V_BLOCK: tl.constexpr,
+    LOWEST: tl.constexpr, PDL: tl.constexpr,
 ) -> None:  # fmt: skip
-    """All rows of one sequence that has at most ``most``, for V_BLOCK columns of one head; see ``Inputs``. Programs of
-    the delta rules have all columns."""
+    """All rows of one sequence that has at most ``most``, for OWN columns of one head, V_BLOCK at a time; see
+    ``Inputs``. Programs of the delta rules have all columns, as the norm is over them: they keep outputs in ``sums``
+    [T, N, V], in float32, until all are there."""
     n, s = tl.program_id(0), tl.program_id(1)
-    k_K, v_B = tl.arange(0, K_BLOCK), tl.program_id(2) * V_BLOCK + tl.arange(0, V_BLOCK)
-    is_key, is_value = k_K < K, v_B < V
+    k_K = tl.arange(0, K_BLOCK)
+    is_key = k_K < K
     IS_DELTA: tl.constexpr = RULE <= 1
     if RULE <= 2:
         rate, bias = rate_and_bias(a_log_ptr, bias_ptr, n, k_K, is_key, RULE, K)
-    if IS_DELTA:
-        norm = load_row(factor_ptr + v_B, is_value, None)
-    else:
+    if not IS_DELTA:
         single = tl.load(factor_ptr + n)
     after_predecessor(PDL)
     first, end, slot = tl.load(starts_ptr + s), tl.load(starts_ptr + s + 1), tl.load(slots_ptr + s)
+    place, head = n % TILE * (N // TILE) + n // TILE, n // SHARE
     if (end > first) & (end - first <= most) & (slot >= 0):
         has_past = tl.load(lengths_ptr + s) > end - first
-        at_KB = (slot.to(tl.int64) * N + n) * K * V + k_K[:, None] * V + v_B[None, :]
-        is_in = is_key[:, None] & is_value[None, :]
-        state_KB = tl.load(state_ptr + at_KB, mask=is_in & has_past, other=0.0).to(tl.float32)
-        t = first.to(tl.int64)
-        for _ in range(first, end):
-            row, head = t * row_stride, n // SHARE
-            q = load_row(q_ptr + row + head * K + k_K, is_key, ACTIVATION)
-            k = load_row(k_ptr + row + head * K + k_K, is_key, ACTIVATION)
-            v = load_row(v_ptr + row + n * V + v_B, is_value, ACTIVATION)
-            u = v
-            if IS_DELTA:
-                q *= tl.rsqrt(tl.sum(q * q, 0) + EPS) * (K**-0.5)
-                k *= tl.rsqrt(tl.sum(k * k, 0) + EPS)
-            if RULE <= 2:
-                dt = dt_ptr + t * dt_stride
-                step, exponent = step_and_exponent(dt, bias, rate, n, k_K, is_key, low, high, RULE, K, LOWEST)
-                state_KB *= decay_of(exponent, RULE)
-            else:
-                state_KB *= single
-            if IS_DELTA:
-                beta = tl.load(beta_ptr + t * beta_stride + n).to(tl.float32)
-                u = beta_scale * tl.sigmoid(beta) * (v - tl.sum(state_KB * k[:, None], 0))
-            if RULE == 2:
-                u = step * v
-            state_KB += k[:, None] * u[None, :]
-            out = tl.sum(state_KB * q[:, None], 0)
-            if RULE == 2:
-                out += single * v
-            if IS_DELTA:
-                gate = load_row(gate_ptr + t * gate_stride + n * V + v_B, is_value, None)
-                out = normed(out, gate, norm, eps, V, GATE)
-            place = n % TILE * (N // TILE) + n // TILE
-            tl.store(out_ptr + (t * N + place) * V + v_B, out.to(out_ptr.dtype.element_ty), mask=is_value)
-            t += 1
-        tl.store(state_ptr + at_KB, state_KB.to(state_ptr.dtype.element_ty), mask=is_in)
+        for block in range(OWN // V_BLOCK):
+            v_B = tl.program_id(2) * OWN + block * V_BLOCK + tl.arange(0, V_BLOCK)
+            is_value = v_B < V
+            at_KB = (slot.to(tl.int64) * N + n) * K * V + k_K[:, None] * V + v_B[None, :]
+            is_in = is_key[:, None] & is_value[None, :]
+            state_KB = tl.load(state_ptr + at_KB, mask=is_in & has_past, other=0.0).to(tl.float32)
+            t = first.to(tl.int64)
+            for _ in range(first, end):
+                row = t * row_stride
+                q = load_row(q_ptr + row + head * K + k_K, is_key, ACTIVATION)
+                k = load_row(k_ptr + row + head * K + k_K, is_key, ACTIVATION)
+                v = load_row(v_ptr + row + n * V + v_B, is_value, ACTIVATION)
+                u = v
+                if IS_DELTA:
+                    q *= tl.rsqrt(tl.sum(q * q, 0) + EPS) * (K**-0.5)
+                    k *= tl.rsqrt(tl.sum(k * k, 0) + EPS)
+                if RULE <= 2:
+                    dt = dt_ptr + t * dt_stride
+                    step, exponent = step_and_exponent(dt, bias, rate, n, k_K, is_key, low, high, RULE, K, LOWEST)
+                    state_KB *= decay_of(exponent, RULE)
+                else:
+                    state_KB *= single
+                if IS_DELTA:
+                    beta = tl.load(beta_ptr + t * beta_stride + n).to(tl.float32)
+                    u = beta_scale * tl.sigmoid(beta) * (v - tl.sum(state_KB * k[:, None], 0))
+                if RULE == 2:
+                    u = step * v
+                state_KB += k[:, None] * u[None, :]
+                out = tl.sum(state_KB * q[:, None], 0)
+                if RULE == 2:
+                    out += single * v
+                if IS_DELTA:
+                    tl.store(sums_ptr + (t * N + n) * V + v_B, out, mask=is_value)
+                else:
+                    at = out_ptr + (t * N + place) * V + v_B
+                    tl.store(at, out.to(out_ptr.dtype.element_ty), mask=is_value)
+                t += 1
+            tl.store(state_ptr + at_KB, state_KB.to(state_ptr.dtype.element_ty), mask=is_in)
+        if IS_DELTA:
+            tl.debug_barrier()  # all threads have stored their sums before one of them loads those of others
+            v_V = tl.arange(0, OWN)
+            norm = load_row(factor_ptr + v_V, v_V < V, None)
+            t = first.to(tl.int64)
+            for _ in range(first, end):
+                out = tl.load(sums_ptr + (t * N + n) * V + v_V, mask=v_V < V, other=0.0)
+                gate = load_row(gate_ptr + t * gate_stride + n * V + v_V, v_V < V, None)
+                out = normed(out, gate, norm, eps, V, GATE).to(out_ptr.dtype.element_ty)
+                tl.store(out_ptr + (t * N + place) * V + v_V, out, mask=v_V < V)
+                t += 1
 
 
 def recur(inputs: Inputs, state: Tensor, rows: StateRows) -> Tensor:
@@ -119,18 +138,20 @@ def recur(inputs: Inputs, state: Tensor, rows: StateRows) -> Tensor:
     if rows.max_query_len > RECURRENT_ROWS and not is_invariant() and can_chunk(inputs, K, V):
         most = RECURRENT_ROWS
         recur_chunks(inputs, state, rows, out, most)
-    width = triton.next_power_of_2(V)
-    block = width if rule in (DELTA, DELTA_BY_CHANNEL) else min(width, COLUMNS)
-    key_block = triton.next_power_of_2(K)
+    width, key_block = triton.next_power_of_2(V), triton.next_power_of_2(K)
+    is_delta = rule in (DELTA, DELTA_BY_CHANNEL)
+    own = width if is_delta else min(width, COLUMNS)
+    block = min(own, DELTA_COLUMNS if is_delta else COLUMNS)
     strides = inputs.strides()
+    sums = values.new_empty(len(out), N * V, dtype=torch.float32) if is_delta else None
     # fmt: off
     launch(
-        recurrence_kernel, (N, S, triton.cdiv(V, block)), *inputs.parts, inputs.parts[0].stride(0), inputs.dt,
-        strides[0], inputs.beta, strides[1], inputs.gate, strides[2], inputs.a_log, inputs.bias, inputs.factor, state,
-        out, rows.cu_seqlens_q, rows.seq_lens_S, rows.slots_S, most, inputs.eps, inputs.beta_scale, *inputs.limits,
+        recurrence_kernel, (N, S, triton.cdiv(V, own)), *inputs.parts, inputs.parts[0].stride(0), inputs.dt, strides[0],
+        inputs.beta, strides[1], inputs.gate, strides[2], inputs.a_log, inputs.bias, inputs.factor, state, sums, out,
+        rows.cu_seqlens_q, rows.seq_lens_S, rows.slots_S, most, inputs.eps, inputs.beta_scale, *inputs.limits,
         RULE=rule, ACTIVATION=inputs.activation, GATE=inputs.gate_kind, N=N, SHARE=inputs.share, TILE=inputs.tile, K=K,
-        V=V, K_BLOCK=key_block, V_BLOCK=block, LOWEST=inputs.lowest,
-        num_warps=min(32, max(4, key_block * block // 2048)),
+        V=V, K_BLOCK=key_block, OWN=own, V_BLOCK=block, LOWEST=inputs.lowest,
+        num_warps=min(32, max(4, key_block * block // NUMBERS)),
     )
     # fmt: on
     return out
