@@ -5,6 +5,7 @@ Shapes: T tokens, K inputs (of this rank), N outputs.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 import torch
@@ -51,6 +52,25 @@ class Linear:
         if norm is None or type(norm) is RMSNorm:
             return self(x_TK, norm=norm, activation=activation)
         return self(norm(x_TK), activation=activation)
+
+    def columns(self, x_TK: Tensor, norm: RMSNorm, sizes: Sequence[int]) -> list[Tensor]:
+        """``norm(x) @ weight.T`` in parts of so many columns, which are not copied together where each is of one
+        weight."""
+        ends = set(itertools.accumulate(sizes))
+        if len(self.weights) == 1 or self.bias_N is not None:
+            return list(self(x_TK, norm=norm).split_with_sizes(list(sizes), dim=-1))
+        h_TK = norm(x_TK)
+        parts = [weight.apply(h_TK) for weight in self.weights]
+        if not ends.issuperset(itertools.accumulate(part.shape[1] for part in parts)):
+            return list(ops.concat(*parts).split_with_sizes(list(sizes), dim=-1))
+        left = list(sizes)
+        found: list[Tensor] = []
+        for part in parts:
+            own = [left.pop(0)]
+            while sum(own) < part.shape[1]:
+                own.append(left.pop(0))
+            found += part.split_with_sizes(own, dim=-1)
+        return found
 
     def _side_by_side(self, x_TK: Tensor) -> Tensor:
         parts = [weight.apply(x_TK) for weight in self.weights]

@@ -38,8 +38,7 @@ class GatedDelta:
 
     def __call__(self, x_TD: Tensor, cache: LayerCache, rows: PagedRows) -> Tensor:
         """A new tensor [T, N V]."""
-        parts = self.projections(x_TD, norm=self.norm).split_with_sizes(self.sizes, dim=-1)
-        qkv_TC, gate_TM, beta_TN, dt_TN = parts
+        qkv_TC, gate_TM, beta_TN, dt_TN = self.projections.columns(x_TD, self.norm, self.sizes)
         conv_state, state = cache.states
         qkv_TC = ops.causal_conv(qkv_TC, self.conv_WC, None, conv_state, rows.states, "silu")
         return ops.gated_delta(qkv_TC, dt_TN, beta_TN, gate_TM, self.heads, state, rows.states)
@@ -72,8 +71,7 @@ class KimiDelta:
 
     def __call__(self, x_TD: Tensor, cache: LayerCache, rows: PagedRows) -> Tensor:
         """A new tensor [T, N V]."""
-        parts = self.projections(x_TD, norm=self.norm).split_with_sizes(self.sizes, dim=-1)
-        qkv_TC, beta_TN, dt, gate_TM = parts
+        qkv_TC, beta_TN, dt, gate_TM = self.projections.columns(x_TD, self.norm, self.sizes)
         if self.maps is not None:
             dt, gate_TM = (own(ops.concat(part)) for own, part in zip(self.maps, (dt, gate_TM), strict=True))
         conv_state, state = cache.states

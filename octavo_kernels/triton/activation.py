@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from octavo.ops.activation import gelu, gelu_and_mul, silu_and_mul
+from octavo.ops.activation import add_scaled, gelu, gelu_and_mul, sigmoid_and_mul, silu_and_mul
 from octavo.ops.moe import CappedSwish, ClampedSwish, ExpertActivation, SquaredReLU
 from octavo_kernels.triton.launch import after_predecessor, declines_floats, launch
 
@@ -125,3 +125,46 @@ def gelu_and_mul_triton(gate_up_T2F: Tensor, approximate: bool) -> Tensor:
 def silu_and_mul_triton(gate_up_T2F: Tensor) -> Tensor:
     """See ``ops.silu_and_mul``."""
     return gate_and_mul(gate_up_T2F, "silu")
+
+
+# ---- sigmoid_and_mul, add_scaled: products with sigmoids, of each number or of each row.
+
+
+@triton.jit
+def sigmoid_kernel(
+    gate_ptr: tl.tensor, gate_stride: tl.tensor, x_ptr: tl.tensor, addend_ptr: tl.tensor, out_ptr: tl.tensor,
+    N: tl.tensor, OF_ROW: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+) -> None:  # fmt: skip
+    """One block of one row: ``sigmoid(gate) * x``, plus an addend if there is one."""
+    t = tl.program_id(0).to(tl.int64)
+    n = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    after_predecessor(PDL)
+    gate = tl.load(gate_ptr + t * gate_stride + (n * 0 if OF_ROW else n), mask=n < N, other=0.0).to(tl.float32)
+    y = tl.sigmoid(gate) * tl.load(x_ptr + t * N + n, mask=n < N, other=0.0).to(tl.float32)
+    if addend_ptr is not None:
+        y += tl.load(addend_ptr + t * N + n, mask=n < N, other=0.0).to(tl.float32)
+    tl.store(out_ptr + t * N + n, y.to(out_ptr.dtype.element_ty), mask=n < N)
+
+
+@sigmoid_and_mul.kernel(device="cuda", name="triton", preference=10, supports=declines_floats)
+def sigmoid_and_mul_triton(gate_TN: Tensor, x_TN: Tensor) -> Tensor:
+    """See ``ops.sigmoid_and_mul``."""
+    return _gated(gate_TN, x_TN, None)
+
+
+@add_scaled.kernel(device="cuda", name="triton", preference=10, supports=declines_floats)
+def add_scaled_triton(x_TN: Tensor, factor: float | Tensor, residual_TN: Tensor) -> Tensor:
+    """See ``ops.add_scaled``."""
+    if not isinstance(factor, Tensor):
+        return residual_TN.add_(x_TN, alpha=factor)
+    return _gated(factor, x_TN, residual_TN.contiguous())
+
+
+def _gated(gate: Tensor, x_TN: Tensor, addend_TN: Tensor | None) -> Tensor:
+    """``sigmoid(gate) * x + addend`` as a new tensor; the gate is [T, N] or, if there is an addend, [T, 1]."""
+    gate, x_TN = gate if gate.stride(1) == 1 else gate.contiguous(), x_TN.contiguous()
+    (T, N), out_TN = x_TN.shape, torch.empty_like(x_TN)
+    if T:
+        grid, is_of_row = (T, triton.cdiv(N, BLOCK)), addend_TN is not None
+        launch(sigmoid_kernel, grid, gate, gate.stride(0), x_TN, addend_TN, out_TN, N, is_of_row, BLOCK)
+    return out_TN

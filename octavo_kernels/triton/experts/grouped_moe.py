@@ -214,17 +214,17 @@ SUMS_AT_ONCE = 512
 @triton.jit
 def sum_kernel(
     parts_ptr: tl.tensor, ids_ptr: tl.tensor, residual_ptr: tl.tensor, out_ptr: tl.tensor, D: tl.tensor,
-    pairs_a_row: tl.tensor, BLOCK: tl.constexpr, PDL: tl.constexpr,
+    CHOSEN: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ) -> None:  # fmt: skip
     """Some columns of a token: the sum of its experts' results in the order of their choice, plus the residual."""
     t, d = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     after_predecessor(PDL)
     total = tl.zeros([BLOCK], tl.float32)
-    for s in range(pairs_a_row):
+    for s in tl.static_range(CHOSEN):  # unrolled, so that all loads are under way at once
         mask = d < D
         if ids_ptr is not None:
-            mask &= tl.load(ids_ptr + t * pairs_a_row + s) >= 0
-        total += tl.load(parts_ptr + (t * pairs_a_row + s) * D + d, mask=mask, other=0.0)
+            mask &= tl.load(ids_ptr + t * CHOSEN + s) >= 0
+        total += tl.load(parts_ptr + (t * CHOSEN + s) * D + d, mask=mask, other=0.0)
     if residual_ptr is not None:
         total += tl.load(residual_ptr + t * D + d, mask=d < D, other=0.0).to(tl.float32)
     tl.store(out_ptr + t * D + d, total.to(out_ptr.dtype.element_ty), mask=d < D)

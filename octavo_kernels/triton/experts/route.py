@@ -1,4 +1,4 @@
-"""``route`` for CUDA devices: selection without sorting, by counting for each expert how many are better.
+"""``route`` for CUDA devices: selection without sorting, by taking the best of those that are left.
 
 Of a few rows one launch computes all: each program normalises one row and computes the logits of some experts, and the
 last one of a row selects. Of many rows the logits are a matrix product, with a launch before it for the norm and one
@@ -55,6 +55,18 @@ def _place(key: tl.tensor, i: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
+def _place_of_best(key: tl.tensor, e: tl.tensor, CHOSEN: tl.constexpr) -> tl.tensor:
+    """The places of the CHOSEN best entries, and CHOSEN for the others; of equals the first comes first."""
+    left = (key.to(tl.int64) << 32) | (0x7FFFFFFF - e)
+    place = tl.full(key.shape, CHOSEN, tl.int32)
+    for s in range(CHOSEN):
+        is_best = left == tl.max(left, 0)
+        place = tl.where(is_best, s, place)
+        left = tl.where(is_best, -0x7FFFFFFFFFFFFFFF, left)
+    return place
+
+
+@triton.jit
 def _is_in_best_group(
     worth: tl.tensor, e: tl.tensor, X: tl.constexpr, GROUPS: tl.constexpr, CHOSEN_GROUPS: tl.constexpr,
     HAS_CORRECTION: tl.constexpr,
@@ -94,7 +106,7 @@ def _choose(
     is_allowed = e < X
     if GROUPS > 1:
         is_allowed &= _is_in_best_group(worth, e, X, GROUPS, CHOSEN_GROUPS, correction_ptr is not None)
-    place = _place(_sort_key(worth, is_allowed), e)
+    place = _place_of_best(_sort_key(worth, is_allowed), e, CHOSEN)
     if given_ptr is not None:
         own = tl.full(place.shape, CHOSEN, tl.int32)
         for s in tl.static_range(CHOSEN):
@@ -239,14 +251,14 @@ def route_triton(
         normed_TD = x_TD if norm_D is None else rms_norm_triton(x_TD, norm_D, eps)
         logits_TX = _logits(normed_TD, weight_XD)
         given = None if given_TS is None else given_TS.contiguous()
-        launch(choose_kernel, (T,), logits_TX, given, *vectors, *results, *rule, num_warps=_warps(X))
+        launch(choose_kernel, (T,), logits_TX, given, *vectors, *results, *rule, num_warps=1)
         return normed_TD, ids_TS, shares_TS
     normed_TD = torch.empty_like(x_TD, memory_format=torch.contiguous_format)
     logits_TX = torch.empty(T, X, dtype=torch.float32, device=x_TD.device)
     launch(
         route_kernel, (triton.cdiv(X, ROWS), T), x_TD.contiguous(), norm_D, eps, weight_XD, *vectors,
         logits_TX, counters(x_TD.device, FEW_ROWS), normed_TD, *results,
-        D, ROWS, min(BLOCK_D, triton.next_power_of_2(D)), *rule, num_warps=max(WARPS, _warps(X)),
+        D, ROWS, min(BLOCK_D, triton.next_power_of_2(D)), *rule, num_warps=WARPS,
     )  # fmt: skip
     return normed_TD, ids_TS, shares_TS
 
@@ -260,8 +272,3 @@ def _logits(x_TD: Tensor, weight_XD: Tensor) -> Tensor:
     return skinny_gemm(
         x_TD, weight_XD, PLAIN, config, BLOCK_T, in_turn, out_dtype=torch.float32
     )  # fmt: skip
-
-
-def _warps(num_experts: int) -> int:
-    """Of a program that compares all experts with each other."""
-    return max(1, min(int(triton.next_power_of_2(num_experts)) // 32, 16))

@@ -294,6 +294,8 @@ def _layers(make: Maker, dtype: torch.dtype) -> Iterator[tuple[str, Call]]:
     yield "store_keys", functools.partial(ops.store_keys, qkv, heads, angles, angles, cache, slots)
     yield "gelu", functools.partial(ops.gelu, x, True)
     yield "silu_and_mul", functools.partial(ops.silu_and_mul, x)
+    yield "sigmoid_and_mul", functools.partial(ops.sigmoid_and_mul, x, x)
+    yield "add_scaled", functools.partial(ops.add_scaled, x, x[:, :1], x)
     yield "gelu_and_mul", functools.partial(ops.gelu_and_mul, x, False)
     for T, activation in ((1, "silu"), (3, "silu"), (90, ClampedSwish(1.7, 7.0))):
         weights = make.floats(7, 48, 40, dtype=dtype), make.floats(7, 40, 24, dtype=dtype)

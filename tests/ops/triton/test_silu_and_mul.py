@@ -7,7 +7,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from octavo_kernels.triton.activation import gelu_and_mul_triton, silu_and_mul_triton
+from octavo_kernels.triton.activation import (
+    add_scaled_triton,
+    gelu_and_mul_triton,
+    sigmoid_and_mul_triton,
+    silu_and_mul_triton,
+)
 from tests.ops.triton.poison import poison_new_tensors
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -43,6 +48,19 @@ def test_gelu(gate_up_T2F: Tensor, approximate: bool, dtype: torch.dtype) -> Non
     gate, up = x.double().chunk(2, dim=-1)
     gate = functional.gelu(gate, approximate="tanh" if approximate else "none")
     check(gelu_and_mul_triton(x, approximate), gate, up, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_sigmoids_of_numbers_and_of_rows(gate_up_T2F: Tensor, dtype: torch.dtype) -> None:
+    x = gate_up_T2F.to(dtype)
+    gate, up = x.chunk(2, dim=-1)  # columns of a wider tensor
+    check(sigmoid_and_mul_triton(gate, up), gate.double().sigmoid(), up.double(), dtype)
+    share, exact = gate[:, :1], gate[:, :1].double().sigmoid() * up.double()
+    check(add_scaled_triton(up, share, torch.zeros_like(up)), torch.ones_like(exact), exact, dtype)
+    found = add_scaled_triton(up.clone(), share, gate.clone()).double()
+    torch.testing.assert_close(found, exact + gate.double(), rtol=TOLERANCE[dtype], atol=1e-5)
+    found = add_scaled_triton(up.clone(), 0.5, gate.clone()).double()
+    torch.testing.assert_close(found, 0.5 * up.double() + gate.double(), rtol=2 * TOLERANCE[dtype], atol=1e-5)
 
 
 def test_large_gates_stay_finite(device: str) -> None:
