@@ -168,15 +168,15 @@ class PagedKVCache:
         self._cache = cache
 
     def stats(self) -> CacheStats:
-        cache, group = self._cache, self._cache.groups[0]
-        used = group.num_used
+        cache, firsts = self._cache, [groups[0] for groups in self._cache.ranks]
+        used = sum(group.num_used for group in firsts)
         return CacheStats(
             cache.num_blocks,
             used,
             cache.num_blocks - used,
             cache.num_filled / (cache.num_blocks * cache.block_size),
             cache.num_empty_slots / max(1, used * cache.block_size),
-            external_fragmentation(group.pool.free_blocks),
+            external_fragmentation(block for group in firsts for block in group.pool.free_blocks),
         )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection
+from collections.abc import Sequence as Several
 from typing import Any
 
 import numpy as np
@@ -25,22 +26,24 @@ Owners = np.ndarray[Any, np.dtype[np.int64]]
 def view_of(cache: KVCache, holders: Collection[Sequence]) -> CacheView:
     """The state between two steps, given all sequences that hold blocks. Costs O(blocks), in numpy."""
     started = time.perf_counter()
-    group = cache.groups[0]
-    blocks_per_cell = max(1, -(-group.num_blocks // MAX_CELLS))
-    owners = _runs(_owners(group, holders), blocks_per_cell)
-    prefixes, has_more = _prefixes(group)
+    firsts = [groups[0] for groups in cache.ranks]
+    blocks_per_cell = max(1, -(-cache.num_blocks // MAX_CELLS))
+    owners = _runs(_owners(firsts, holders), blocks_per_cell)
+    prefixes, has_more = _prefixes(firsts)
     sessions = cache.sessions.views(None, MAX_SESSIONS)
     return CacheView(blocks_per_cell, owners, prefixes, has_more, round(time.perf_counter() - started, 6), sessions)
 
 
-def _owners(group: GroupCache, holders: Collection[Sequence]) -> Owners:
-    """The owner of each block: [num_blocks]."""
-    owners = np.full(group.num_blocks, FREE, np.int64)
-    owners[np.fromiter((block for block in group.tree.node_of if block >= 0), np.int64)] = CACHED
+def _owners(firsts: Several[GroupCache], holders: Collection[Sequence]) -> Owners:
+    """The owner of each block of all ranks: [num_blocks]."""
+    refs = np.array([refs for group in firsts for refs in group.pool.refs[group.pool.blocks.start :]])
+    owners = np.full(len(refs), FREE, np.int64)
+    for group in firsts:
+        owners[np.fromiter((block for block in group.tree.node_of if block >= 0), np.int64)] = CACHED
     for seq in holders:
-        held = seq.groups[group.index]
+        held = seq.groups[0]
         owners[held.block_table[held.first_block :]] = seq.id
-    owners[np.array(group.pool.refs) > 1] = SHARED
+    owners[refs > 1] = SHARED
     return owners
 
 
@@ -53,16 +56,16 @@ def _runs(owners: Owners, blocks_per_cell: int) -> list[int]:
     return runs
 
 
-def _prefixes(group: GroupCache) -> tuple[list[PrefixView], bool]:
-    """The first chains of the prefix tree, newest first below each, and whether there are more."""
-    refs, chains, num_left = group.pool.refs, list[PrefixView](), MAX_PREFIX_BLOCKS
-    pending = [(-1, child) for child in group.tree.root.children.values()]
+def _prefixes(firsts: Several[GroupCache]) -> tuple[list[PrefixView], bool]:
+    """The first chains of the prefix trees, newest first below each, and whether there are more."""
+    chains, num_left = list[PrefixView](), MAX_PREFIX_BLOCKS
+    pending = [(-1, child) for group in firsts for child in group.tree.root.children.values()]
     while pending and len(chains) < MAX_PREFIXES and num_left > 0:
         parent, node = pending.pop()
         num_blocks = num_held = 0
         while True:
             num_blocks += 1
-            num_held += node.block >= 0 and refs[node.block] > 0
+            num_held += node.block >= 0 and not node.is_idle
             num_left -= 1
             if len(node.children) != 1 or num_left <= 0:
                 break

@@ -6,6 +6,7 @@ from octavo.cache.kv_cache import KVCache
 from octavo.cache.kv_events import KVEvents, Removed, Stored
 from octavo.engine.engine import Engine
 from octavo.engine.scheduler import Scheduler
+from octavo.telemetry.cache_view import FREE
 from tests.engine.making import make_request, run_to_end
 from tests.oracle import OracleRunner
 
@@ -19,6 +20,20 @@ def make_engine(num_blocks: int, num_ranks: int, events: KVEvents | None = None)
 def ranks(engine: Engine) -> dict[int, int]:
     """The rank of each running sequence, by id."""
     return {seq.id: seq.dp_rank for seq in engine.scheduler.running.values()}
+
+
+def test_the_view_of_the_cache_has_the_blocks_of_all_ranks() -> None:
+    engine = make_engine(num_blocks=6, num_ranks=2)
+    for number in (7, 8):
+        engine.add(make_request(number, prompt=9, max_tokens=12))
+    engine.step()
+    view = engine.cache_view()
+    assert view.owners == [7, 3, FREE, 3, 8, 3, FREE, 3], "each number, and how often it follows"
+    assert [(prefix.blocks, prefix.held) for prefix in view.prefixes] == [(2, 2), (2, 2)]
+    run_to_end(engine)
+    view = engine.cache_view()
+    assert sum(prefix.blocks for prefix in view.prefixes) == engine.stats().num_cached_blocks == 10
+    assert not any(prefix.held for prefix in view.prefixes)
 
 
 def test_sequences_without_a_common_prefix_are_spread() -> None:

@@ -117,8 +117,9 @@ def test_forms(settings: dict[str, Any], folders: tuple[Path, Path]) -> None:
 
 @pytest.mark.slow
 @needs_float_kernels
-def test_ranks(folders: tuple[Path, Path]) -> None:
-    check(folders, tensor_parallel_size=2)
+@pytest.mark.parametrize("enable_dp_attention", [False, nightly(True)])
+def test_ranks(enable_dp_attention: bool, folders: tuple[Path, Path]) -> None:
+    check(folders, tensor_parallel_size=2, enable_dp_attention=enable_dp_attention)
 
 
 def test_what_routers_select_is_still_told(tmp_path: Path) -> None:
