@@ -7,8 +7,8 @@ every rank gets the results of its heads, which it merges.
 
 Or they divide the sequences ("data-parallel attention"): a sequence belongs to the rank that has its blocks, which has
 all heads. All ranks have the residual stream of all rows, as feed-forward layers are divided by their widths or
-experts: what a rank's attention adds for its rows is summed over the ranks with zeros in place of others' rows, so that
-the sums have the bits of one device.
+experts: what a rank's attention adds for its rows is summed over the ranks, with zeros in place of others' rows, which
+change no bit of it.
 
 Shapes: T rows of the step, n of them of this rank, R rotated pairs, or rows whose logits are needed, of which this rank
 has r, S sequences, N heads of this rank, P ranks, M = P N, H head dim, L latent, X = H + 1 or L + 1.
