@@ -20,7 +20,7 @@ from octavo.ops.device_backend import is_gpu
 from octavo.runtime.kv_storage import KVStorage
 from octavo.steps.limits import StepLimits
 from octavo.steps.messages import Executor
-from octavo.steps.shapes import exact_shape
+from octavo.steps.shapes import GraphLimits, exact_shape
 from octavo.text.tokenizer import load_tokenizer
 
 
@@ -74,15 +74,15 @@ def make_runner(
     if not executor.runs_ahead:
         return runner, partial(compute_padding, runner)
     has_graphs = not settings.enforce_eager
-    graphs = GraphDispatcher(
+    limits = GraphLimits(
         most.max_num_seqs,
         most.max_num_batched_tokens,
         adapters is not None,
-        has_graphs,
         most.max_drafts,
         has_drafter,
-        0 if settings.batch_invariant else encoder.max_len,
+        longest_context=0 if settings.batch_invariant else encoder.max_len,
     )
+    graphs = GraphDispatcher(limits, has_graphs)
     encoder.choose_shape = graphs.choose
     runner.on_wake = partial(graphs.capture_again, runner)
     if tuning is None:

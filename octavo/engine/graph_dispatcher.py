@@ -17,6 +17,7 @@ from octavo.engine.kernel_tuning import NO_TUNING, TuningPlan, tune_kernels
 from octavo.engine.step_runner import StepRunner
 from octavo.steps.messages import Compile, Reply
 from octavo.steps.shapes import (
+    GraphLimits,
     PlanSizes,
     StepKind,
     StepShape,
@@ -58,22 +59,9 @@ HANDOVER_SECONDS = 0.001
 class GraphDispatcher:
     """The padded shapes of steps, and the shapes that have a graph or may have one captured."""
 
-    def __init__(
-        self,
-        max_num_seqs: int,
-        max_num_batched_tokens: int,
-        has_adapters: bool = False,
-        uses_graphs: bool = True,
-        max_drafts: int = 0,
-        has_drafter: bool = False,
-        longest_context: int = 0,
-    ) -> None:
-        """Without ``uses_graphs``, steps are padded and run eagerly. ``max_drafts``: of a sequence in a step.
-
-        ``longest_context``: positions of a sequence, or 0 if kernels are the same for all lengths.
-        """
-        self._limits = max_num_seqs, max_num_batched_tokens, has_adapters, max_drafts, has_drafter
-        self._longest_context = longest_context
+    def __init__(self, limits: GraphLimits, uses_graphs: bool = True) -> None:
+        """Without ``uses_graphs``, steps are padded and run eagerly."""
+        self._limits = limits
         self._uses_graphs = uses_graphs
         self._captured: set[StepShape] = set()
         self._lost: set[StepShape] = set()
@@ -107,8 +95,8 @@ class GraphDispatcher:
         """The padded shape of the next step, and whether it runs through a graph; see ``ChooseShape``."""
         if kind.has_extras:
             self._has_extra_kernels.wait()
-        longest = min(sizes.longest_context, self._longest_context)
-        shape, has_graph = padded_shape(*sizes[:3], self._limits[0], kind, sizes.num_drafts, longest)
+        longest = min(sizes.longest_context, self._limits.longest_context)
+        shape, has_graph = padded_shape(*sizes[:3], self._limits.max_num_seqs, kind, sizes.num_drafts, longest)
         if not (sizes.is_plain and has_graph and self._uses_graphs):
             self._note_loss()
             return shape, False
@@ -213,11 +201,10 @@ class GraphDispatcher:
         Until then, steps are padded to the shapes that exist. Kernels are chosen first: graphs keep those with which
         they were captured. Those that need no choice are compiled meanwhile.
         """
-        most_seqs, most_rows, _, most_drafts, has_drafter = self._limits
-        first = first_shapes(*self._limits)
+        first = first_shapes(self._limits)
         if self._uses_graphs:
-            first = sorted({*first, *early_shapes(most_seqs, most_rows, most_drafts, has_drafter)}, reverse=True)
-        needed = [*longest_shapes(*self._limits[:3], self._limits[4]), *first]
+            first = sorted({*first, *early_shapes(self._limits)}, reverse=True)
+        needed = [*longest_shapes(self._limits), *first]
         self._has_extra_kernels.clear()
         compiling = runner.send(Compile(needed, in_background=True))
         tune_kernels(runner.send, tuning)
@@ -248,7 +235,7 @@ class GraphDispatcher:
         """
         if not self._uses_graphs:
             return
-        first = first_shapes(*self._limits)
+        first = first_shapes(self._limits)
         self._lost = self._captured.difference(first)
         logger.info("graphs, captured again: %.2f s", self._capture_all(runner, first))
         self._start_thread(_capture_the_rest, runner, sorted(self._lost))
@@ -269,9 +256,9 @@ class GraphDispatcher:
     def compile_the_rest(self, runner: StepRunner) -> list[StepShape]:
         """Compile the kernels of all other shapes while steps run; returns the shapes whose graphs to capture next."""
         extra, few, shapes = (
-            first_extra_shapes(*self._limits),
-            next_shapes(*self._limits[:2], *self._limits[3:]),
-            graph_shapes(*self._limits, self._longest_context),
+            first_extra_shapes(self._limits),
+            next_shapes(self._limits),
+            graph_shapes(self._limits),
         )
         started = time.perf_counter()
         try:

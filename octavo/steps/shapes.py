@@ -129,6 +129,19 @@ def padded_drafts(num_drafts: int) -> int:
     return 1 << max(0, num_drafts - 1).bit_length()
 
 
+class GraphLimits(NamedTuple):
+    """What decides which shapes have graphs."""
+
+    max_num_seqs: int
+    max_num_rows: int
+    has_adapters: bool = False
+    max_drafts: int = 0
+    """Drafts of a sequence in a step."""
+    has_drafter: bool = False
+    longest_context: int = 0
+    """Positions of a sequence, or 0 if kernels are the same for all lengths."""
+
+
 def kinds(with_adapters: bool, has_drafter: bool = False) -> list[StepKind]:
     """All kinds of steps. With adapters, every step with extras uses LoRA kernels: such steps are rare.
 
@@ -182,9 +195,9 @@ def verification_shape(num_seqs: int, num_drafts: int, max_num_seqs: int, kind: 
     return StepShape(seqs + drafts, seqs, 1 + MAX_DRAFTS, *kind, drafts)
 
 
-def _verification_shapes(max_num_seqs: int, max_drafts: int, kind: StepKind) -> set[StepShape]:
+def _verification_shapes(limits: GraphLimits, kind: StepKind) -> set[StepShape]:
     """All padded shapes with up to ``max_drafts`` drafts for each sequence."""
-    shapes = set()
+    shapes, max_num_seqs, max_drafts = set(), limits.max_num_seqs, limits.max_drafts
     for seqs in {min(size, max_num_seqs) for size in (*EXTRA_BATCH_SIZES, max_num_seqs)}:
         drafts = padded_drafts(seqs * max_drafts) if max_drafts else 0
         while drafts:
@@ -193,13 +206,13 @@ def _verification_shapes(max_num_seqs: int, max_drafts: int, kind: StepKind) -> 
     return shapes
 
 
-def _mixed_draft_shapes(max_num_seqs: int, max_num_rows: int, max_drafts: int, kind: StepKind) -> set[StepShape]:
+def _mixed_draft_shapes(limits: GraphLimits, kind: StepKind) -> set[StepShape]:
     """Padded shapes with prompts and ``max_drafts`` drafts for each sequence but that of one prompt."""
-    shapes = set()
+    shapes, max_num_seqs, max_drafts = set(), limits.max_num_seqs, limits.max_drafts
     for rows in DRAFT_MIXED_ROWS if max_drafts and not kind.has_extras else ():
         for seqs in {min(size, max_num_seqs) for size in (*_mixed_seqs(rows), max_num_seqs)}:
             drafts = (seqs - 1) * max_drafts
-            if 0 < drafts < rows - seqs and rows <= max_num_rows:
+            if 0 < drafts < rows - seqs and rows <= limits.max_num_rows:
                 shapes.add(padded_shape(rows, seqs, rows, max_num_seqs, kind, drafts))
     return {shape for shape, has_graph in shapes if has_graph}
 
@@ -208,45 +221,32 @@ def _mixed_seqs(num_rows: int) -> tuple[int, ...]:
     return FEW_SEQS if num_rows <= FEW_ROWS else MANY_SEQS
 
 
-def graph_shapes(
-    max_num_seqs: int,
-    max_num_rows: int,
-    with_adapters: bool = False,
-    max_drafts: int = 0,
-    has_drafter: bool = False,
-    longest_context: int = 0,
-) -> list[StepShape]:
+def graph_shapes(limits: GraphLimits) -> list[StepShape]:
     """All shapes with a graph, the largest first, so that smaller ones reuse its memory; those with extras last.
 
     Of steps with both prompts and drafts there are those in which nearly all sequences have all drafts, and no extras:
     other graphs are captured when they are first used.
     """
-    shapes = set()
-    for kind in kinds(with_adapters, has_drafter):
-        if bool(kind.num_proposed) == has_drafter:  # what verifies drafts makes the next ones
-            shapes |= _verification_shapes(max_num_seqs, max_drafts, kind)
-            shapes |= _mixed_draft_shapes(max_num_seqs, max_num_rows, max_drafts, kind)
-        for size, longest in itertools.product(range(1, max_num_seqs + 1), {0, longest_context}):
+    shapes, max_num_seqs = set(), limits.max_num_seqs
+    for kind in kinds(limits.has_adapters, limits.has_drafter):
+        if bool(kind.num_proposed) == limits.has_drafter:  # what verifies drafts makes the next ones
+            shapes |= _verification_shapes(limits, kind) | _mixed_draft_shapes(limits, kind)
+        for size, longest in itertools.product(range(1, max_num_seqs + 1), {0, limits.longest_context}):
             shapes.add(padded_shape(size, size, 1, max_num_seqs, kind, longest_context=longest)[0])
         for rows in MIXED_ROWS:
-            for seqs in (*_mixed_seqs(rows), max_num_seqs) if rows <= max_num_rows else ():
+            for seqs in (*_mixed_seqs(rows), max_num_seqs) if rows <= limits.max_num_rows else ():
                 few = min(seqs, rows - 1, max_num_seqs)
                 shapes.add(padded_shape(rows, few, rows, max_num_seqs, kind)[0])
     return sorted(shapes, key=lambda shape: (not shape.has_extras, shape), reverse=True)
 
 
-def first_shapes(
-    max_num_seqs: int,
-    max_num_rows: int,
-    with_adapters: bool = False,
-    max_drafts: int = 0,
-    has_drafter: bool = False,
-) -> list[StepShape]:
+def first_shapes(limits: GraphLimits) -> list[StepShape]:
     """A few shapes that hold every step without extras that has a graph, the largest first, and that of one sequence,
     which would take three times as long with the kernels of many.
 
     Startup waits for them, so each one must be worth its kernels' compilation.
     """
+    max_num_seqs, max_num_rows, has_adapters, max_drafts, has_drafter, _ = limits
     shapes = {_decode_shape(size, max_num_seqs) for size in (1, max_num_seqs)}
     most_drafts = max_num_seqs * max_drafts
     for rows, drafts in itertools.product((512, min(max_num_rows, MIXED_ROWS[-1])), {0, most_drafts}):
@@ -254,7 +254,7 @@ def first_shapes(
             seqs = min(rows - 1, max_num_seqs)
             shape, has_graph = padded_shape(rows, seqs, rows, max_num_seqs, num_drafts=drafts)
             shapes |= {shape} if has_graph else set()
-    if with_adapters:
+    if has_adapters:
         without_drafts = {shape for shape in shapes if not shape.num_drafts}
         shapes |= {shape._replace(has_adapters=True) for shape in _largest(without_drafts)}
     if max_drafts:
@@ -263,11 +263,11 @@ def first_shapes(
     return sorted({*plain, *(_with_drafter(shape, has_drafter) for shape in shapes)}, reverse=True)
 
 
-def longest_shapes(max_num_seqs: int, max_num_rows: int, with_adapters: bool, has_drafter: bool) -> list[StepShape]:
+def longest_shapes(limits: GraphLimits) -> list[StepShape]:
     """The longest steps without extras, if they have no graph: startup compiles their kernels as well."""
-    shape, has_graph = padded_shape(max_num_rows, 1, max_num_rows, max_num_seqs)
-    shapes = set() if has_graph else {shape, _with_drafter(shape, has_drafter)}
-    if with_adapters:
+    shape, has_graph = padded_shape(limits.max_num_rows, 1, limits.max_num_rows, limits.max_num_seqs)
+    shapes = set() if has_graph else {shape, _with_drafter(shape, limits.has_drafter)}
+    if limits.has_adapters:
         shapes |= {shape._replace(has_adapters=True) for shape in shapes}
     return sorted(shapes, reverse=True)
 
@@ -277,32 +277,30 @@ EARLY_VERIFICATIONS = (4, 16, 64)
 """Sequences whose drafts are verified."""
 
 
-def early_shapes(
-    max_num_seqs: int, max_num_rows: int, max_drafts: int = 0, has_drafter: bool = False
-) -> list[StepShape]:
+def early_shapes(limits: GraphLimits) -> list[StepShape]:
     """Shapes that every step without extras and adapters needs less than twice the rows of, the largest first.
 
     With their graphs captured before it is ready, an engine is nearly as fast in its first second as later.
     """
+    max_num_seqs, max_drafts = limits.max_num_seqs, limits.max_drafts
     sizes = {min(1 << i, max_num_seqs) for i in range(max_num_seqs.bit_length() + 1)}
     shapes = {_decode_shape(size, max_num_seqs) for size in sizes}
     for rows in EARLY_MIXED_ROWS:
         seqs = min(_mixed_seqs(rows)[-1], rows - 1, max_num_seqs)
-        if rows <= max_num_rows:
+        if rows <= limits.max_num_rows:
             shapes.add(padded_shape(rows, seqs, rows, max_num_seqs)[0])
     if max_drafts:
         few = {min(size, max_num_seqs) for size in EARLY_VERIFICATIONS}
         shapes |= {verification_shape(size, size * max_drafts, max_num_seqs) for size in few}
-    return sorted({_with_drafter(shape, has_drafter) for shape in shapes}, reverse=True)
+    return sorted({_with_drafter(shape, limits.has_drafter) for shape in shapes}, reverse=True)
 
 
 NEXT_SEQS, NEXT_MIXED_ROWS = 16, 256
 
 
-def next_shapes(
-    max_num_seqs: int, max_num_rows: int, max_drafts: int = 0, has_drafter: bool = False
-) -> list[StepShape]:
+def next_shapes(limits: GraphLimits) -> list[StepShape]:
     """Shapes to compile next, the smallest first: small batches are faster with their own kernels."""
+    max_num_seqs, max_num_rows, _, max_drafts, has_drafter, _ = limits
     few, seqs = min(NEXT_SEQS, max_num_seqs), min(FEW_SEQS[-1], max_num_seqs)
     shapes = {_decode_shape(few, max_num_seqs)}
     if max_num_rows >= NEXT_MIXED_ROWS:
@@ -325,16 +323,11 @@ def _decode_shape(num_seqs: int, max_num_seqs: int) -> StepShape:
     return padded_shape(size, size, 1, max_num_seqs)[0]
 
 
-def first_extra_shapes(
-    max_num_seqs: int,
-    max_num_rows: int,
-    with_adapters: bool = False,
-    max_drafts: int = 0,
-    has_drafter: bool = False,
-) -> list[StepShape]:
+def first_extra_shapes(limits: GraphLimits) -> list[StepShape]:
     """``first_shapes`` for steps with extras."""
-    kind = StepKind(True, with_adapters, has_drafter, all_drafts(has_drafter))
-    largest = _largest(set(first_shapes(max_num_seqs, max_num_rows)))
+    max_num_seqs, max_num_rows, has_adapters, max_drafts, has_drafter, _ = limits
+    kind = StepKind(True, has_adapters, has_drafter, all_drafts(has_drafter))
+    largest = _largest(set(first_shapes(GraphLimits(max_num_seqs, max_num_rows))))
     shapes = {padded_shape(*shape[:3], max_num_seqs, kind)[0] for shape in largest}
     if max_drafts:
         shapes.add(verification_shape(max_num_seqs, max_num_seqs * max_drafts, max_num_seqs, kind))

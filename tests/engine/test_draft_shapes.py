@@ -10,7 +10,15 @@ from octavo.engine.persistent_batch import PersistentBatch
 from octavo.engine.step_encoder import StepEncoder
 from octavo.steps.layout import num_bytes
 from octavo.steps.limits import StepLimits
-from octavo.steps.shapes import StepKind, StepShape, exact_shape, graph_shapes, padded_shape, verification_shape
+from octavo.steps.shapes import (
+    GraphLimits,
+    StepKind,
+    StepShape,
+    exact_shape,
+    graph_shapes,
+    padded_shape,
+    verification_shape,
+)
 from octavo.types import ON_DEVICE, GroupBlocks, Plan, Scheduled, Sequence
 from tests.engine.making import make_request
 from tests.tiers import nightly_after, one_in
@@ -45,7 +53,8 @@ def test_no_step_exceeds_the_largest(seed: int) -> None:
         assert shape.num_rows >= shape.num_samples or not num_drafts
         assert shape.holds(shape)
         if shape.is_verification:
-            assert shape in graph_shapes(max_num_seqs, max_rows, kind.has_adapters, max_drafts, has_drafter)
+            of_graphs = GraphLimits(max_num_seqs, max_rows, kind.has_adapters, max_drafts, has_drafter)
+            assert shape in graph_shapes(of_graphs)
 
 
 def test_a_shape_holds_smaller_ones_of_its_kind() -> None:

@@ -17,7 +17,7 @@ from octavo.runtime.executors.stream_executor import StreamExecutor
 from octavo.runtime.kv_storage import KVStorage
 from octavo.steps.limits import StepLimits
 from octavo.steps.messages import Executor
-from octavo.steps.shapes import ChooseShape, exact_shape
+from octavo.steps.shapes import ChooseShape, GraphLimits, exact_shape
 
 CPU = torch.device("cpu")
 
@@ -57,14 +57,9 @@ def stream_runner(
 ) -> StepRunner:
     """Computes a step as soon as it is submitted, with the padding of graphs."""
     executor = StreamExecutor(model, storage, vocab_size, limits, batch_invariant, adapters=adapters, **parts)
-    graphs = GraphDispatcher(
-        limits.max_num_seqs,
-        limits.max_num_batched_tokens,
-        numbers is not None,
-        uses_graphs=False,
-        max_drafts=limits.max_drafts,
-        has_drafter=limits.num_drafts > 0,
-    )
+    sizes = limits.max_num_seqs, limits.max_num_batched_tokens
+    of_graphs = GraphLimits(*sizes, numbers is not None, limits.max_drafts, limits.num_drafts > 0)
+    graphs = GraphDispatcher(of_graphs, uses_graphs=False)
     return make_runner(
         executor,
         storage,

@@ -26,7 +26,7 @@ from octavo.ops import dispatch
 from octavo.ops.dispatch import REFERENCE
 from octavo.sampling_params import SamplingParams
 from octavo.steps.messages import CopySlots, LoadAdapter, Message, Reply, Step, pack
-from octavo.steps.shapes import exact_shape
+from octavo.steps.shapes import GraphLimits, exact_shape
 from octavo.types import Request
 from tests.models.adapter_files import make_adapter
 from tests.models.checkpoints import FolderSource
@@ -121,7 +121,7 @@ def test_recorded_messages_give_the_same_bytes_in_another_process(kind: str, tmp
 
 def _engine(recorder: Recorder, storage: Any, home: Path) -> Engine:
     numbers: dict[str, int] = {}
-    graphs = GraphDispatcher(LIMITS.max_num_seqs, LIMITS.max_num_batched_tokens, has_adapters=True)
+    graphs = GraphDispatcher(GraphLimits(LIMITS.max_num_seqs, LIMITS.max_num_batched_tokens, has_adapters=True))
     choose = graphs.choose if recorder.runs_ahead else exact_shape
     runner = make_runner(recorder, storage, VOCAB_SIZE, LIMITS, choose, numbers)
     groups = zip(NUM_BLOCKS, kv_groups(read_config(FolderSource(home).config).cache, max_window=1000), strict=True)

@@ -45,7 +45,7 @@ from octavo.runtime.sharded_logits import part_of_vocabulary
 from octavo.sampling_params import SamplingParams
 from octavo.steps.limits import StateSize, StepLimits
 from octavo.steps.messages import Executor
-from octavo.steps.shapes import exact_shape
+from octavo.steps.shapes import GraphLimits, exact_shape
 from octavo.types import Output, Request, Sequence
 from octavo.weights.checkpoint import open_checkpoint
 from octavo_kernels.cpu.rank_memory import MappedRankMemory
@@ -155,7 +155,8 @@ def make_engine(
     storages: list[KVStorage] = []
     executor: Any = make(None) if size * num_stages == 1 else make_ranks(size * num_stages, make, num_stages)
     numbers: dict[str, int] = {}
-    graphs = GraphDispatcher(LIMITS.max_num_seqs, LIMITS.max_num_batched_tokens, has_adapters=True, uses_graphs=False)
+    of_graphs = GraphLimits(LIMITS.max_num_seqs, LIMITS.max_num_batched_tokens, has_adapters=True)
+    graphs = GraphDispatcher(of_graphs, uses_graphs=False)
     choose = graphs.choose if runs_ahead else exact_shape
     served = None if is_plain else numbers
     runner = make_runner(executor, storages[0], VOCAB_SIZE, LIMITS, choose, served, has_stages=num_stages > 1)

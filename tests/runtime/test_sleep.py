@@ -17,7 +17,7 @@ from octavo.ops.dispatch import REFERENCE
 from octavo.runtime.executors import sleeping_memory
 from octavo.runtime.executors.sleeping_memory import SleepingMemory, device_tensors
 from octavo.steps.messages import Compile, Step
-from octavo.steps.shapes import StepShape, first_shapes, graph_shapes
+from octavo.steps.shapes import GraphLimits, StepShape, first_shapes, graph_shapes
 from octavo_bench.offline import wait_until_prepared
 from tests.runtime.making import CPU
 from tests.runtime.test_model_runner import Loaded, requests, run, tokens_of
@@ -99,8 +99,8 @@ def test_an_engine_without_a_sleeper_refuses(loaded: Loaded) -> None:
 
 def test_graphs_are_captured_again_the_first_ones_at_once_and_the_others_when_it_is_idle(loaded: Loaded) -> None:
     runner: Any = stream_engine(loaded).runner
-    graphs: Any = GraphDispatcher(8, 32)
-    first, every = first_shapes(8, 32), graph_shapes(8, 32)
+    graphs: Any = GraphDispatcher(GraphLimits(8, 32))
+    first, every = first_shapes(GraphLimits(8, 32)), graph_shapes(GraphLimits(8, 32))
     graphs._captured = {*first, *every[:4]}
     runner.on_wake = partial(graphs.capture_again, runner)
     send, captured = runner.executor.send, list[StepShape]()
@@ -126,9 +126,9 @@ def test_graphs_are_captured_again_the_first_ones_at_once_and_the_others_when_it
 def test_a_closed_engine_captures_no_more_graphs(loaded: Loaded) -> None:
     """On a GPU a capture and another engine's wait for the device break each other."""
     runner: Any = stream_engine(loaded).runner
-    graphs: Any = GraphDispatcher(8, 32)
+    graphs: Any = GraphDispatcher(GraphLimits(8, 32))
     runner.sleep()
     runner.close()  # waits for no waking
     runner.wake()
-    graphs.capture_when_idle(runner, first_shapes(8, 32).pop())
+    graphs.capture_when_idle(runner, first_shapes(GraphLimits(8, 32)).pop())
     assert not graphs._captured

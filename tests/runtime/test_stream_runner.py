@@ -39,6 +39,7 @@ from octavo.steps.shapes import (
     LONG_SEQS,
     MANY_SEQS,
     PLAIN,
+    GraphLimits,
     PlanSizes,
     StepKind,
     StepShape,
@@ -395,8 +396,8 @@ def test_logits_that_are_no_numbers_end_their_row_alone(loaded: Loaded) -> None:
 @pytest.mark.parametrize("num_seqs", [1, 2, 3, 9, 33, 250, 256])
 def test_padding(num_seqs: int, with_adapters: bool, kind: StepKind) -> None:
     shape, has_graph = padded_shape(num_seqs, num_seqs, 1, 256, kind)
-    all_shapes = graph_shapes(256, 2048, with_adapters)
-    first = (first_extra_shapes if kind.has_extras else first_shapes)(256, 2048, with_adapters)
+    all_shapes = graph_shapes(GraphLimits(256, 2048, with_adapters))
+    first = (first_extra_shapes if kind.has_extras else first_shapes)(GraphLimits(256, 2048, with_adapters))
     assert has_graph
     assert num_seqs <= shape.num_seqs == shape.num_rows <= 256
     assert shape in all_shapes
@@ -415,7 +416,7 @@ def test_padding(num_seqs: int, with_adapters: bool, kind: StepKind) -> None:
 @pytest.mark.parametrize("max_num_seqs", [4, 64, 256])
 @pytest.mark.parametrize("num_rows", [30, 513, 2000])
 def test_steps_of_prompts_and_drafts_have_a_shape_from_the_start(max_num_seqs: int, num_rows: int) -> None:
-    first = first_shapes(max_num_seqs, 2048, max_drafts=3, has_drafter=True)
+    first = first_shapes(GraphLimits(max_num_seqs, 2048, max_drafts=3, has_drafter=True))
     kind = StepKind(has_drafter=True, num_proposed=3)
     for num_seqs in (1, 4, 20):
         for num_drafts in (0, 1, 3 * num_seqs):
@@ -426,22 +427,25 @@ def test_steps_of_prompts_and_drafts_have_a_shape_from_the_start(max_num_seqs: i
 
 
 def test_adapters_have_a_shape_from_the_start_without_drafts_too() -> None:
-    first = first_shapes(64, 2048, with_adapters=True, max_drafts=3)
+    first = first_shapes(GraphLimits(64, 2048, has_adapters=True, max_drafts=3))
     shape, _ = padded_shape(300, 20, 25, 64, StepKind(has_adapters=True))
     assert any(known.holds(shape) for known in first)
 
 
 def test_kernels_of_the_longest_step_are_compiled_if_it_has_no_graph() -> None:
-    assert longest_shapes(64, 2048, with_adapters=True, has_drafter=True) == []
-    assert longest_shapes(64, 8192, with_adapters=False, has_drafter=False) == [StepShape(8192, 8, 8192)]
-    kinds_of = {shape[3:6] for shape in longest_shapes(64, 8192, with_adapters=True, has_drafter=True)}
+    assert longest_shapes(GraphLimits(64, 2048, has_adapters=True, has_drafter=True)) == []
+    assert longest_shapes(GraphLimits(64, 8192)) == [StepShape(8192, 8, 8192)]
+    kinds_of = {shape[3:6] for shape in longest_shapes(GraphLimits(64, 8192, has_adapters=True, has_drafter=True))}
     assert kinds_of == {(False, adapters, drafter) for adapters in (False, True) for drafter in (False, True)}
 
 
 def test_steps_look_for_adapters_only_where_there_are_any() -> None:
-    assert not any(shape.has_adapters for shape in graph_shapes(8, 64))
-    assert {shape[3:5] for shape in first_shapes(8, 64, with_adapters=True)} == {(False, False), (False, True)}
-    assert {shape[3:5] for shape in first_extra_shapes(8, 64, with_adapters=True)} == {(True, True)}
+    assert not any(shape.has_adapters for shape in graph_shapes(GraphLimits(8, 64)))
+    assert {shape[3:5] for shape in first_shapes(GraphLimits(8, 64, has_adapters=True))} == {
+        (False, False),
+        (False, True),
+    }
+    assert {shape[3:5] for shape in first_extra_shapes(GraphLimits(8, 64, has_adapters=True))} == {(True, True)}
 
 
 def test_steps_with_extras_wait_for_their_kernels(loaded: Loaded) -> None:
@@ -489,7 +493,7 @@ def test_a_step_waits_for_one_capture_of_an_idle_device_and_not_for_all(loaded: 
         return send(message)
 
     runner.executor.send = capture_slowly
-    graphs, shapes = GraphDispatcher(8, 32), graph_shapes(8, 32)
+    graphs, shapes = GraphDispatcher(GraphLimits(8, 32)), graph_shapes(GraphLimits(8, 32))
     captures = threading.Thread(
         target=lambda: [graphs.capture_when_idle(runner, shape) for shape in shapes], daemon=True
     )
@@ -509,8 +513,12 @@ def test_a_step_waits_for_one_capture_of_an_idle_device_and_not_for_all(loaded: 
 
 
 def test_steps_are_brought_to_graphs_that_are_there_or_to_kernels_that_are() -> None:
-    graphs: Any = GraphDispatcher(64, 512)
-    first, few, extra = first_shapes(64, 512), next_shapes(64, 512), first_extra_shapes(64, 512)
+    graphs: Any = GraphDispatcher(GraphLimits(64, 512))
+    first, few, extra = (
+        first_shapes(GraphLimits(64, 512)),
+        next_shapes(GraphLimits(64, 512)),
+        first_extra_shapes(GraphLimits(64, 512)),
+    )
     small, mixed = StepShape(4, 4, 1), StepShape(48, 8, 48)
     small_extra = small._replace(has_extras=True)
 
@@ -540,7 +548,7 @@ def test_steps_are_brought_to_graphs_that_are_there_or_to_kernels_that_are() -> 
 
 def test_a_graph_of_nearly_the_size_will_do_until_the_device_is_idle() -> None:
     """Then the graphs that steps have asked for come first, the newest of them before the others."""
-    graphs: Any = GraphDispatcher(64, 512)
+    graphs: Any = GraphDispatcher(GraphLimits(64, 512))
     graphs._captured, graphs._has_all_kernels = {StepShape(20, 20, 1), StepShape(512, 64, 512)}, True
     assert graphs.fit(StepShape(16, 16, 1)) == (StepShape(20, 20, 1), True)
     assert graphs.fit(StepShape(448, 64, 448)) == (StepShape(512, 64, 512), True)
@@ -601,7 +609,7 @@ class SlowCaptures:
 
 def warmed_up(clock: Clock, **options: Any) -> GraphDispatcher:
     """Everything is compiled, and the first graphs are captured."""
-    graphs, runner = GraphDispatcher(256, 2048, **options), SlowCaptures(clock)
+    graphs, runner = GraphDispatcher(GraphLimits(256, 2048, **options)), SlowCaptures(clock)
     graphs.warm_up(cast(StepRunner, runner))
     wait_until_prepared()
     return graphs
@@ -621,7 +629,7 @@ def steps_until_captured(graphs: GraphDispatcher, clock: Clock, shape: StepShape
 def test_shapes_of_one_step_each_are_never_captured_in_its_way(clock: Clock) -> None:
     graphs: Any = warmed_up(clock)
     before = set(graphs._captured)
-    for shape in graph_shapes(256, 2048):
+    for shape in graph_shapes(GraphLimits(256, 2048)):
         if not shape.has_extras:
             assert graphs.fit(shape)[0] in before
             clock.now += 5.0  # whatever the time between them
@@ -648,7 +656,7 @@ def test_padding_that_takes_no_time_is_no_loss(clock: Clock) -> None:
 
 
 def test_other_steps_and_pauses_are_no_losses_of_a_shape(clock: Clock) -> None:
-    graphs, half, large = warmed_up(clock), padded_shape(96, 96, 1, 256)[0], first_shapes(256, 2048)[0]
+    graphs, half, large = warmed_up(clock), padded_shape(96, 96, 1, 256)[0], first_shapes(GraphLimits(256, 2048))[0]
     graphs.fit(half)
     clock.now += STEP_SECONDS
     for _ in range(100):
@@ -683,15 +691,17 @@ def test_few_sequences_with_a_long_context_have_graphs_of_their_own(clock: Clock
     assert choose(1, LONG_CONTEXT) == long
     assert choose(1, LONG_CONTEXT - 1) == short
     assert not choose(LONG_SEQS + 1, LONG_CONTEXT).has_long_context
-    everything = graph_shapes(256, 2048, longest_context=100_000)
+    everything = graph_shapes(GraphLimits(256, 2048, longest_context=100_000))
     assert {shape.num_seqs for shape in everything if shape.has_long_context} == {1, 2, 4}
-    assert not any(shape.has_long_context for shape in graph_shapes(256, 2048, longest_context=LONG_CONTEXT - 1))
+    assert not any(
+        shape.has_long_context for shape in graph_shapes(GraphLimits(256, 2048, longest_context=LONG_CONTEXT - 1))
+    )
 
 
 def test_until_all_is_compiled_padding_counts_for_what_is(clock: Clock) -> None:
     """Steps of several sizes lack the same graph."""
     graphs: Any = warmed_up(clock)
-    graphs._captured, graphs._seconds = set(first_shapes(256, 2048)), {}
+    graphs._captured, graphs._seconds = set(first_shapes(GraphLimits(256, 2048))), {}
     graphs._nearest, graphs._has_all_kernels = {}, False
     small = [padded_shape(size, size, 1, 256)[0] for size in (2, 4, 8, 12)]
     compiled = StepShape(16, 16, 1)
@@ -704,7 +714,7 @@ def test_until_all_is_compiled_padding_counts_for_what_is(clock: Clock) -> None:
 
 
 def test_steps_with_extras_go_on_when_there_are_shapes_to_bring_them_to() -> None:
-    graphs: Any = GraphDispatcher(8, 32)
+    graphs: Any = GraphDispatcher(GraphLimits(8, 32))
     graphs._has_extra_kernels.clear()
     told: list[tuple[list[StepShape], bool]] = []
 
@@ -712,15 +722,19 @@ def test_steps_with_extras_go_on_when_there_are_shapes_to_bring_them_to() -> Non
         return SimpleNamespace(wait=lambda: told.append((message.shapes, graphs._has_extra_kernels.is_set())))
 
     runner: Any = SimpleNamespace(send=send)
-    assert graphs.compile_the_rest(runner) == graph_shapes(8, 32)
-    assert told == [(first_extra_shapes(8, 32), False), (next_shapes(8, 32), True), (graph_shapes(8, 32), True)]
-    assert graphs._compiled == [*first_extra_shapes(8, 32), *next_shapes(8, 32)]
+    assert graphs.compile_the_rest(runner) == graph_shapes(GraphLimits(8, 32))
+    assert told == [
+        (first_extra_shapes(GraphLimits(8, 32)), False),
+        (next_shapes(GraphLimits(8, 32)), True),
+        (graph_shapes(GraphLimits(8, 32)), True),
+    ]
+    assert graphs._compiled == [*first_extra_shapes(GraphLimits(8, 32)), *next_shapes(GraphLimits(8, 32))]
 
 
 def test_only_plain_steps_have_graphs_captured(loaded: Loaded) -> None:
     """A graph that a step does not run through must not be taken for captured."""
     engine = stream_engine(loaded)
-    graphs: Any = GraphDispatcher(8, 32)
+    graphs: Any = GraphDispatcher(GraphLimits(8, 32))
     graphs._has_all_kernels = True
     runner: Any = engine.runner
     runner.encoder.choose_shape = graphs.choose
@@ -739,8 +753,8 @@ def test_only_plain_steps_have_graphs_captured(loaded: Loaded) -> None:
 def test_graphs_that_are_there_from_the_start_have_less_than_twice_the_rows(
     max_num_seqs: int, max_num_rows: int
 ) -> None:
-    early = early_shapes(max_num_seqs, max_num_rows)
-    every = graph_shapes(max_num_seqs, max_num_rows)
+    early = early_shapes(GraphLimits(max_num_seqs, max_num_rows))
+    every = graph_shapes(GraphLimits(max_num_seqs, max_num_rows))
     assert set(early) <= set(every)
     for shape in every:
         is_usual = shape.max_query_len == 1 or (shape.num_rows >= 64 and shape.num_seqs <= MANY_SEQS[0])
