@@ -305,7 +305,7 @@ class Offload:
         missing: list[bytes] = []
         wanted: list[bytes] = []
         for index, key in enumerate(keys):
-            if index >= num_cached and not self._has_block(key):
+            if index >= num_cached and self.store.num_bytes and not self._has(key):
                 if key not in there:
                     break
                 missing.append(key)
@@ -377,9 +377,6 @@ class Offload:
 
     def _has(self, key: bytes) -> bool:
         return key in self._pending or key in self.host
-
-    def _has_block(self, key: bytes) -> bool:
-        return not self.store.num_bytes or self._has(key)
 
     def _state_behind(self, index: int, key: bytes, num_with_state: int) -> bytes | None:
         """The key of the recurrent state behind block ``index``, whose key is given, if there can be one that is of

@@ -247,14 +247,11 @@ def _kernels(config: EngineConfig) -> Iterator[str]:
     from octavo.weights.dtypes import DTYPES
 
     device = resolve_device(config.model.device)
-    dtype = DTYPES[config.model.dtype if config.model.dtype != "auto" else _automatic_dtype(device.type)]
+    automatic = "float32" if device.type == "cpu" else "bfloat16"
+    dtype = DTYPES[automatic if config.model.dtype == "auto" else config.model.dtype]
     yield f"for {str(dtype).removeprefix('torch.')} on {device.type}"
     for choice in dispatch.choices(device.type, dtype):
         yield _row(choice.op, f"{choice.kernel}: " + ("runs" if choice.chosen else choice.reason))
-
-
-def _automatic_dtype(device_type: str) -> str:
-    return "float32" if device_type == "cpu" else "bfloat16"
 
 
 def _default_model_file(config: EngineConfig) -> Path:

@@ -65,7 +65,7 @@ class DrafterSwitch:
         return 0 < LOAD_CHANGE * fewer <= more and not self._is_hopeless
 
     def _decide(self) -> None:
-        pays = self._pays
+        pays = self._saved > max(self._spent, 0.0)
         if not pays:
             self._drafting.forget()  # what drafts cost may be from while kernels were compiled
         if not self._runs:
@@ -89,10 +89,6 @@ class DrafterSwitch:
     @property
     def _is_hopeless(self) -> bool:
         return self._tried >= LEAST_TRIED and self._accepted < HOPELESS * self._tried
-
-    @property
-    def _pays(self) -> bool:
-        return self._saved > max(self._spent, 0.0)
 
     @property
     def _filling_is_costly(self) -> bool:

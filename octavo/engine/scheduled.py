@@ -5,10 +5,6 @@ Stop strings are not tokens; the detokenizer's side looks for them and aborts th
 
 from __future__ import annotations
 
-from typing import Any
-
-import msgspec
-
 from octavo.cache.kv_cache import KVCache
 from octavo.steps.shapes import MAX_DRAFTS
 from octavo.telemetry.events import EventLog
@@ -42,11 +38,6 @@ def take(
     seq.decodes = samples
     seq.num_in_flight += 1
     return Scheduled(seq, start, taken, drafts, samples, seq.epoch, seq.num_rejected, num_proposed, (), marks)
-
-
-def with_encodes(item: Scheduled, encodes: tuple[Any, ...]) -> Scheduled:
-    """A share before which the embeddings of these images have to be computed."""
-    return msgspec.structs.replace(item, encodes=encodes) if encodes else item
 
 
 def apply_result(

@@ -19,7 +19,7 @@ from octavo.engine.fault_isolation import FaultIsolation, divided
 from octavo.engine.policies import make_policy
 from octavo.engine.policies.policy import VICTIMS, PolicyContext
 from octavo.engine.route_reading import RouteReading
-from octavo.engine.scheduled import apply_result, error_output, take, with_encodes
+from octavo.engine.scheduled import apply_result, error_output, take
 from octavo.engine.sequence_images import Images, ImageSettings
 from octavo.engine.speculation import NO_DRAFTS, Speculation, num_proposed
 from octavo.engine.step_budget import StepBudget
@@ -256,7 +256,8 @@ class Scheduler(SequenceAdmission):
         item = take(seq, num_tokens, drafts, num_proposed(self.speculation), marks)
         if seq.images is None or self.images is None:
             return item
-        return with_encodes(item, self.images.to_encode(seq, start, start + num_tokens))
+        encodes = self.images.to_encode(seq, start, start + num_tokens)
+        return msgspec.structs.replace(item, encodes=encodes) if encodes else item
 
     def _end_of_chunk(self, seq: Sequence, num_tokens: int) -> int:
         """How many of the next tokens of a sequence with images can be computed now, at most ``num_tokens`` unless

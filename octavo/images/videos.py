@@ -134,11 +134,9 @@ def for_frames(settings: Mapping[str, Any], count: int, group: int) -> dict[str,
 def sampled(total: int, rate: float, settings: Mapping[str, Any]) -> list[int]:
     """The numbers of the frames that a model sees, of ``total`` at ``rate`` a second."""
     chosen = SAMPLINGS[settings["sampling"]](total, rate, settings)
-    return chosen if len(chosen) <= settings["most_frames"] else _pick(chosen, settings["most_frames"])
-
-
-def _pick(places: list[int], count: int) -> list[int]:
-    return [places[place] for place in _evenly(0, len(places) - 1, count)]
+    if len(chosen) <= (most := settings["most_frames"]):
+        return chosen
+    return [chosen[place] for place in _evenly(0, len(chosen) - 1, most)]
 
 
 def _evenly(first: float, last: float, count: int, rounded: Callable[[float], int] = round) -> list[int]:

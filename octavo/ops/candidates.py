@@ -59,13 +59,9 @@ def find_candidates(logits_RV: Tensor, params: SampleParams, hashes_V: Tensor, f
         if truncated[r]:
             _add_most_likely(found_RK[r], scores_V, first)
         else:
-            _add_winner(found_RK[r], scores_V, hashes_V, first, seed, position)
+            index, score = _winner(scores_V, hashes_V, seed, position)
+            found_RK[r, WINNER], found_RK[r, WINNER_ID] = score, first + index
     return torch.from_numpy(found_RK)
-
-
-def _add_winner(found_K: Numbers, scores_V: Tensor, hashes_V: Tensor, first: int, seed: int, position: int) -> None:
-    index, score = _winner(scores_V, hashes_V, seed, position)
-    found_K[WINNER], found_K[WINNER_ID] = score, first + index
 
 
 def _winner(scores_C: Tensor, hashes_C: Tensor, seed: int, position: int) -> tuple[int, float]:

@@ -209,7 +209,8 @@ def find_format(
     Raises ``ConfigError`` for a combination that no model writes.
     """
     named = next((format for format in TOOL_FORMATS if tool_setting in (format.name, *format.also)), None)
-    tools = named or (_shown_in(template or "") if tool_setting == AUTO else None)
+    shown = (format for format in TOOL_FORMATS if tool_setting == AUTO and format.is_shown(template or ""))
+    tools = named or next(shown, None)
     thinking = reasoning.thinking_named(reasoning_setting)
     is_harmony = tools is HARMONY or reasoning_setting == HARMONY_NAME
     if is_harmony and (tools not in (None, HARMONY) or thinking is not None):
@@ -225,7 +226,3 @@ def find_format(
     tools = tools or (FALLBACK if tool_setting == AUTO else None)
     in_text = None if takes_tools or tools is None or not tools.is_plain else tools.write
     return MessageFormat(tools, thinking, Marks(special_ids), in_text)
-
-
-def _shown_in(template: str) -> ToolFormat | None:
-    return next((format for format in TOOL_FORMATS if format.is_shown(template)), None)

@@ -215,9 +215,5 @@ def _read_thought(reader: TextReader, following: Format, closes: str) -> Steps[b
     return True
 
 
-def _read_content(reader: TextReader) -> Steps[None]:
-    yield from reader.rest()
-
-
-content_only = Format(_read_content)
+content_only = Format(TextReader.rest)
 """A message of content only."""

@@ -227,10 +227,6 @@ def _softcap(x: Tensor, cap: float) -> Tensor:
     return (x / cap).tanh() * cap
 
 
-def _squared_relu(x_TF: Tensor) -> Tensor:
-    return x_TF.relu().square()
-
-
 REFERENCES = (
     *(ops.rms_norm, ops.layer_norm, ops.gelu, ops.silu_and_mul, ops.sigmoid_and_mul, ops.scaled),
     *(ops.apply_rope, ops.concat),
@@ -244,7 +240,7 @@ BACKWARDS: dict[str, Backward] = {
     ops.embedding.name: _of(_embedding),
     ops.token_logprobs.name: _of(_logprobs),
     ops.softcap.name: _of(_softcap),
-    ops.squared_relu.name: _of(_squared_relu),
+    ops.squared_relu.name: _of(lambda x_TF: x_TF.relu().square()),
 }
 
 

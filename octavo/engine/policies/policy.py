@@ -118,13 +118,9 @@ def cheapest(candidates: Iterator[Sequence]) -> Sequence | None:
 
 
 def largest(candidates: Iterator[Sequence]) -> Sequence | None:
-    """The sequence with the most blocks, so that few sequences are preempted."""
-    return max(candidates, key=_num_held, default=None)
-
-
-def _num_held(seq: Sequence) -> int:
-    """Blocks of ``seq`` in the first KV group, which reaches furthest back and so holds the most."""
-    return seq.groups[0].num_held
+    """The sequence with the most blocks, so that few are preempted: of the first KV group, which reaches furthest
+    back."""
+    return max(candidates, key=lambda seq: seq.groups[0].num_held, default=None)
 
 
 VICTIMS: dict[str, ChooseVictim] = {choose.__name__: choose for choose in (youngest, cheapest, largest)}

@@ -26,15 +26,11 @@ LONG = 1024
 them with 16 heads of 72 take an H200 212 us, and 258."""
 
 
-def _quick_gelu(x: Tensor) -> Tensor:
-    return x * torch.sigmoid(1.702 * x)
-
-
 ACTIVATIONS: dict[str, Activation] = {
     "gelu": functional.gelu,
     "gelu_new": partial(functional.gelu, approximate="tanh"),
     "gelu_pytorch_tanh": partial(functional.gelu, approximate="tanh"),
-    "quick_gelu": _quick_gelu,
+    "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x),
     "silu": functional.silu,
 }
 

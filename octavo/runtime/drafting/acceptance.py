@@ -58,7 +58,7 @@ def verified(probs_RV: Tensor, params: SampleParams, drafts_R: Tensor, draft_pro
     at_R1 = drafts_R.unsqueeze(1)
     if draft_probs_RV is None:
         draft_probs_RV = torch.zeros_like(probs_RV).scatter_(1, at_R1, 1.0)
-    uniform_R = _uniforms(params, ACCEPT_STREAM)
+    uniform_R = torch.exp(-row_exponentials(1, params.seed, params.position + ACCEPT_STREAM).squeeze(1))
     is_accepted_R = uniform_R * draft_probs_RV.gather(1, at_R1).squeeze(1) < probs_RV.gather(1, at_R1).squeeze(1)
     rest_RV = (probs_RV - draft_probs_RV).clamp_(min=0)
     rest_RV = torch.where(rest_RV.sum(dim=1, keepdim=True) > 0, rest_RV, probs_RV)
@@ -113,8 +113,3 @@ def _least_kept(scores_RV: Tensor, params: SampleParams) -> Tensor:
     num_below_R1 = (reached_RV < top_p_R1).sum(dim=1, keepdim=True)
     last_R1 = torch.minimum(num_below_R1, is_kept_RV.sum(dim=1, keepdim=True) - 1).clamp(min=0)
     return torch.where(top_p_R1 < 1, sorted_RV.gather(1, last_R1), cut_R1)
-
-
-def _uniforms(params: SampleParams, stream: int) -> Tensor:
-    """A uniform variate of each row, float32 [R]."""
-    return torch.exp(-row_exponentials(1, params.seed, params.position + stream).squeeze(1))

@@ -153,7 +153,7 @@ def _step_tensors(
             at["cu_seqlens"],
             at["seq_lens"],
             shape.max_query_len,
-            single=_single_rows(at),
+            single=SingleRows(at["row_seqs"], at["positions"]) if "row_seqs" in at else None,
             has_long_context=shape.has_long_context,
             rope_shifts_AT=at["rope_shifts"].view(shape.num_axes, -1) if shape.num_axes else None,
             state_slots_S=at["state_slots"],
@@ -174,7 +174,3 @@ def _step_tensors(
         capacities_S=at.get("capacities"),
         embedding_slots_T=at.get("embedding_slots"),
     )
-
-
-def _single_rows(at: dict[str, Tensor]) -> SingleRows | None:
-    return SingleRows(at["row_seqs"], at["positions"]) if "row_seqs" in at else None

@@ -106,7 +106,10 @@ def parsed_call(text: str) -> Call | None:
 
 def literal_of(text: str) -> Any:
     """The value of a Python literal. Raises ``ValueError`` or ``SyntaxError``."""
-    return _Parser(text).only_value()
+    parser = _Parser(text)
+    value = parser.value()
+    parser.expect_end()
+    return value
 
 
 class _Parser:
@@ -132,7 +135,7 @@ class _Parser:
             if not self._passes(","):
                 self._expect(")")
                 break
-        self._expect_end()
+        self.expect_end()
         call = make_call(name, arguments)
         if call is None:
             raise ValueError("arguments that JSON does not have")
@@ -152,26 +155,21 @@ class _Parser:
             call = make_call(name, arguments)
         return None if call is None else Call(name, call.arguments[:-1] if arguments else "", is_cut=True)
 
-    def only_value(self) -> Any:
-        value = self._value()
-        self._expect_end()
-        return value
-
     def _argument(self) -> dict[str, Any]:
         if self._passes("**"):
-            more = self._value()
+            more = self.value()
             if not isinstance(more, dict):
                 raise ValueError("only an object can be spread")
             return more
         key = self._take("name")
         self._expect("=")
-        return {key: self._value()}
+        return {key: self.value()}
 
-    def _expect_end(self) -> None:
+    def expect_end(self) -> None:
         if not self._is_whole or self._next != len(self._tokens):
             raise ValueError("more than literals")
 
-    def _value(self) -> Any:
+    def value(self) -> Any:
         self._depth += 1
         if self._depth > MAX_DEPTH:
             raise ValueError("nested too deep")
@@ -193,7 +191,7 @@ class _Parser:
     def _list(self, end: str) -> list[Any]:
         values = []
         while not self._passes(end):
-            values.append(self._value())
+            values.append(self.value())
             if not self._passes(","):
                 self._expect(end)
                 break
@@ -204,7 +202,7 @@ class _Parser:
         while not self._passes("}"):
             key = self._take("string")
             self._expect(":")
-            values[str(ast.literal_eval(key))] = self._value()
+            values[str(ast.literal_eval(key))] = self.value()
             if not self._passes(","):
                 self._expect("}")
                 break

@@ -42,7 +42,9 @@ class GGUFCheckpoint:
         self._family, self.config, self._places = translate(self._file, ALL_FAMILIES)
         special_tokens = _special_tokens(self._file)
         self.config.update(special_tokens)
-        self.generation_config = special_tokens | _sampling(self._file)
+        self.generation_config = special_tokens | {
+            name: self._file.metadata[key] for name, key in SAMPLING_KEYS.items() if key in self._file.metadata
+        }
         self.has_blocks = any(tensor.kind not in DENSE_KINDS for tensor in self._file.tensors.values())
 
     def names(self) -> set[str]:
@@ -202,8 +204,3 @@ def _token_ids(file: GGUFFile, key: str) -> tuple[int, ...]:
     """The token id under ``key``; none, with a warning, if it is beyond the vocabulary."""
     ids = token_ids(file.metadata, key, f"{file.path}: metadata")
     return in_vocabulary(ids, file.tensors["token_embd.weight"].shape[0], f"{file.path}: metadata {key}")
-
-
-def _sampling(file: GGUFFile) -> dict[str, Any]:
-    """The recommended sampling parameters of the file, under the keys of ``generation_config.json``."""
-    return {name: file.metadata[key] for name, key in SAMPLING_KEYS.items() if key in file.metadata}
