@@ -25,21 +25,24 @@ MAX_ROWS, ROOM = 128, 5
 FEW_TOKENS = 2
 """Sorting and gathering take as long as is saved by reading an expert once for both; but for weights with minima or
 groups of 16, where the kernel for each pair has more to do for a group."""
+MOST_PAIRS = 48
+"""Of several tokens and numbers of 8 bits, whose unpacking takes little time, that each have programs of their own: for
+more, sorting takes less than is lost by small programs, and by experts that are read twice."""
 
 
 def expert_configs(
     x_TD: Tensor, ids_TS: Tensor, experts: GroupedExperts
 ) -> tuple[PipelinedConfig, PipelinedConfig] | None:
     """Of the first and the second product; ``None`` where other kernels are used: for experts without gates, if this
-    one does not take these experts, if other rows may not affect in which order sums are added, for so few tokens that
-    they hardly share any experts, and for numbers of 8 bits, whose unpacking takes little time, unless tiles are
-    full."""
+    one does not take these experts, if other rows may not affect in which order sums are added, and for so few
+    tokens that they hardly share any experts."""
     first = experts.gate_up
     block = tile_rows(ids_TS.numel(), experts.num_routed or experts.num_experts, MAX_ROWS, ROOM)
     few = 1 if first.minima_GN is not None or first.group == HALF else FEW_TOKENS
-    if not has_gates(experts.activation):
+    is_wide = BITS[first.number] == 8
+    if not has_gates(experts.activation) or is_invariant():
         return None
-    if is_invariant() or len(x_TD) <= few or (BITS[first.number] == 8 and block < MAX_ROWS):
+    if len(x_TD) <= few or (is_wide and ids_TS.numel() <= MOST_PAIRS):
         return None
     gate_up, down = (
         expert_config(_of_one(packed, experts.num_experts, is_gated, x_TD.dtype), block, x_TD.device)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from octavo.ops.grouped_linear import PackedGroups, chunk_of
 from octavo.ops.moe import Experts, GroupedExperts, grouped_moe, has_gates, moe
-from octavo_kernels.hopper.pipelined_moe import expert_configs, pipelined_moe
+from octavo_kernels.hopper.pipelined_moe import MOST_PAIRS, expert_configs, pipelined_moe
 from octavo_kernels.triton.activation import activation_of
 from octavo_kernels.triton.experts.expert_gemm import expert_config, expert_gemm
 from octavo_kernels.triton.experts.expert_gemv import ExpertGemvConfig, moe_gemv
@@ -197,7 +197,7 @@ def grouped_moe_triton(
     configs = expert_configs(x_TD, ids_TS, experts)
     if configs is not None:
         pipelined_moe(x_TD, ids_TS, shares_TS, experts, configs, gated_PF, parts_PD)
-    elif are_few(ids_TS, num_routed):
+    elif are_few(ids_TS, num_routed) and (T == 1 or P <= MOST_PAIRS):
         grouped_pairs(x_TD, experts.gate_up, experts.gate_up_bias, ids_TS, None, activation, gated_PF, PAIRS)
         grouped_pairs(gated_PF, experts.down, experts.down_bias, ids_TS, shares_TS, plain, parts_PD, PAIRS)
     else:

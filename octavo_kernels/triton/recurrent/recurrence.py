@@ -40,8 +40,8 @@ from octavo_kernels.triton.recurrent.rules import (
 
 COLUMNS = 64
 """Of a program, where columns do not depend on each other."""
-DELTA_COLUMNS = 32
-"""At a time of a program that has all: fewer registers let more programs load while others compute."""
+DELTA_COLUMNS = 64
+"""At a time of a program that has all: with fewer registers, some programs load while others compute."""
 NUMBERS = 2048
 """Of a state for each warp."""
 RECURRENT_ROWS = 33

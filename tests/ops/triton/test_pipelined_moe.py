@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from octavo.ops.moe import GroupedExperts, join_experts
-from octavo_kernels.hopper.pipelined_moe import MAX_ROWS, ROOM, expert_configs
+from octavo_kernels.hopper.pipelined_moe import MAX_ROWS, MOST_PAIRS, ROOM, expert_configs
 from octavo_kernels.triton.experts.expert_tiles import sort_into_tiles, tile_rows
 from octavo_kernels.triton.launch import invariant
 from tests.ops.triton.on_hopper import as_on_hopper
@@ -51,7 +51,7 @@ def test_few_tokens_and_other_numbers_go_to_other_kernels() -> None:
         assert expert_configs(*inputs(1), short) is None
         assert expert_configs(*inputs(2), short) is not None
     assert expert_configs(*inputs(40, torch.float16), packed) is None
-    assert expert_configs(*inputs(40), eights) is None
-    assert expert_configs(*inputs(500), eights) is not None
+    assert expert_configs(*inputs(MOST_PAIRS // S), eights) is None
+    assert expert_configs(*inputs(MOST_PAIRS // S + 1), eights) is not None
     with invariant():
         assert expert_configs(*inputs(40), packed) is None
