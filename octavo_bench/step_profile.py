@@ -31,7 +31,7 @@ from octavo_bench.offline import (
 )
 from octavo_bench.report import Say, spread
 from octavo_bench.timeline import OP, STEP, spans_of, summarise
-from octavo_fleet.sim.roofline import decode_work, prefill_work, shape_of
+from octavo_fleet.sim.roofline import Shape, decode_work, prefill_work, shape_of
 
 WARM_UP_STEPS = 8
 
@@ -122,18 +122,18 @@ def measure(
 ) -> dict[str, Any]:
     """A row for each shape of step; traces go to a temporary folder by default."""
     config = without_prefix_cache(config)
+    shape = shape_of(open_checkpoint(resolve_model(config.model), config.model.load_format).config)
     engine, info = build_prepared(config)
     traces = traces or Path(tempfile.mkdtemp(prefix="octavo_traces_"))
     profiler = StepProfiler(engine, info, traces)
     rows = [profiler.decode(batch, context, steps) for batch in batches]
     rows += [profiler.prefill(tokens, rounds=5) for tokens in prefill]
     say(f"traces are in {traces}")
-    return {**about_engine(config, info), "rows": [{**row, **_least_work(config, info, row)} for row in rows]}
+    return {**about_engine(config, info), "rows": [{**row, **_least_work(shape, info, row)} for row in rows]}
 
 
-def _least_work(config: EngineConfig, info: EngineInfo, row: dict[str, Any]) -> dict[str, int]:
+def _least_work(shape: Shape, info: EngineInfo, row: dict[str, Any]) -> dict[str, int]:
     """Bytes and arithmetic that the step cannot do without, with dense weights of the engine's own type."""
-    shape = shape_of(open_checkpoint(resolve_model(config.model), config.model.load_format).config)
     kv_per_token = info.memory["kv_cache"] / (info.num_kv_blocks * info.block_size)
     sizes = (DTYPES[info.dtype].itemsize, kv_per_token / shape.kv_values_per_token)
     if row["kind"] == "decode":

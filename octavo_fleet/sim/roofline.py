@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from octavo.errors import ConfigError
+from octavo.models.multimodal_text import text_config
 
 
 class MixtureShape(NamedTuple):
@@ -171,7 +172,8 @@ class Shape(NamedTuple):
 
 
 def shape_of(config: Mapping[str, Any]) -> Shape:
-    """The shape in the keys of a ``config.json``; raise ``ConfigError`` for unknown kinds."""
+    """The shape in the keys of a ``config.json``, of its text part alone; raise ``ConfigError`` for unknown kinds."""
+    config = text_config(config)
     try:
         if config.get("model_type") == "gpt2":
             hidden, heads = config["n_embd"], config["n_head"]
@@ -183,17 +185,17 @@ def shape_of(config: Mapping[str, Any]) -> Shape:
         kv_heads, head_dim = config.get("num_key_value_heads") or heads, config.get("head_dim") or hidden // heads
         if latent is not None:
             kv_heads, head_dim = 1, latent.rank + latent.rotated
-        recurrent = _delta_of(config)
+        recurrent, mixture = _delta_of(config), _mixture_of(config)
         return Shape(
             config["num_hidden_layers"],
             hidden,
             heads,
             kv_heads,
             head_dim,
-            config["intermediate_size"],
+            config["intermediate_size"] if mixture is None else config.get("intermediate_size", 0),
             3,
             config["vocab_size"],
-            _mixture_of(config),
+            mixture,
             latent,
             recurrent,
             None if recurrent is None else config["num_hidden_layers"] - recurrent.layers,

@@ -18,10 +18,14 @@ from transformers import (
     Step3p7PreTrainedModel,
     Step3p7TextConfig,
     Step3p7TextModel,
+    core_model_loading,
 )
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping, register_checkpoint_conversion_mapping
-from transformers.core_model_loading import Split, WeightConverter, WeightRenaming
+from transformers.core_model_loading import WeightConverter, WeightRenaming
 from transformers.modeling_outputs import CausalLMOutput
+
+Split = getattr(core_model_loading, "Split", None)
+"""Not in transformers 5.17: there, Ling's joined projections cannot be compared."""
 
 
 class Step3p5ForCausalLM(Step3p7PreTrainedModel):
@@ -103,6 +107,8 @@ def register() -> None:
         if any("moe" in name or "share_expert" in name for name in conversion.source_patterns)
     ]
     register_checkpoint_conversion_mapping("step3p5", of_step, overwrite=True)
+    if Split is None:
+        return
     of_ling = [WeightRenaming(re.escape(name), own) for name, own in LING.items()]
     for end in ("weight", "bias"):
         names = [f"self_attn.{part}_proj.{end}" for part in "qkv"]

@@ -81,6 +81,13 @@ def test_a_step_of_a_mixture_reads_the_experts_of_its_tokens() -> None:
     assert decode_work(shape, 10_000, 0).bytes == 2 * shape.matrix_weights
 
 
+def test_the_text_part_of_a_model_with_images_counts() -> None:
+    text = {**SHAPES["qwen3-30b-a3b"], "model_type": "qwen3_vl_moe_text"}
+    del text["intermediate_size"]  # no layer is without experts
+    whole = {"architectures": ["Qwen3VLMoeForConditionalGeneration"], "model_type": "qwen3_vl_moe", "text_config": text}
+    assert shape_of(whole)._replace(ffn=6144) == shape_of(SHAPES["qwen3-30b-a3b"])._replace(ffn=6144)
+
+
 def test_layers_without_experts_and_shared_ones() -> None:
     sizes = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
     places = {"mlp_only_layers": [1], "decoder_sparse_step": 2, "shared_expert_intermediate_size": 48}
