@@ -106,6 +106,8 @@ def _mixtures(keys: ConfigKeys, config: DecoderConfig) -> list[ExpertsPart | Non
         shared_down="share_expert.down_proj",
         shared_has_bias=keys.flag("mlp_bias"),
     )
+    if keys.flag("has_separate_experts"):  # as in GGUF files
+        part = dataclasses.replace(part, experts="moe.experts", stacked=None)
     limits, shared_limits = (_limits(keys, key, count) for key in ("swiglu_limits", "swiglu_limits_shared"))
     found: list[ExpertsPart | None] = []
     for i, (limit, of_shared) in enumerate(zip(limits, shared_limits, strict=True)):
@@ -133,6 +135,7 @@ class Step3p5ForCausalLM(Decoder):
         keys.choice("moe_router_activation", {"sigmoid": None}, "sigmoid")
         keys.pass_over(*UNUSED)
         full, local = _ropes(keys, types)
+        offset = 0.0 if keys.flag("norms_include_one") else 1.0
         config = read_decoder(
             keys,
             max_len,
@@ -140,14 +143,14 @@ class Step3p5ForCausalLM(Decoder):
             head_dim=128,
             rope=full,
             windows=(types, None if SLIDING not in types else keys.size("sliding_window", 512)),
-            norm=NormPart(offset=1.0),
+            norm=NormPart(offset=offset),
         )
         keys.pass_over("sliding_window")
         config = with_local_rope(config, local, types, max_len)
         mixtures = _mixtures(keys, config)
         gate = GatePart("self_attn.g_proj", is_of_head=True) if keys.flag("use_head_wise_attn_gate", True) else None
         scale = keys.number("query_pre_attn_scalar", config.head_dim) ** -0.5
-        config = config.with_attention(head_norm=HeadNorm(offset=1.0), gate=gate, scale=scale)
+        config = config.with_attention(head_norm=HeadNorm(offset=offset), gate=gate, scale=scale)
         more = _heads_with_windows(keys, config)
         counts = [more if kind == SLIDING else config.num_heads for kind in types]
         config = with_heads_of_layers(config, counts, "num_sliding_attention_heads")

@@ -33,6 +33,7 @@ DECODERS = {
     "hunyuan_v1_dense": "HUNYUAN_DENSE",
     "hunyuan_v1_moe": "HUNYUAN_MOE",
     "hy_v3": "DOTS1",
+    "jais2": "JAIS2",
     "llama4_text": "LLAMA4",
     "mimo_v2_flash": "MIMO2",
     "minicpm": "MINICPM",
@@ -49,11 +50,12 @@ DECODERS = {
     "smollm3": "SMOLLM3",
     "stablelm": "STABLELM",
     "starcoder2": "STARCODER2",
+    "step3p5": "STEP35",
 }
 WRITTEN = {"cohere2_moe": "cohere2moe", "hy_v3": "hy_v3"}
 """Architectures that the package does not know: their names, with the tensors of a known one."""
 PERMUTED = ("arcee", "granite", "granitemoe", "granitemoeshared", "minicpm", "ministral3", "olmo", "smollm3")
-LISTED = ("afmoe", "cohere2_moe", "exaone4", "exaone_moe", "mimo_v2_flash", "olmo3")
+LISTED = ("afmoe", "cohere2_moe", "exaone4", "exaone_moe", "mimo_v2_flash", "olmo3", "step3p5")
 """Those whose files say which layers have windows."""
 SIGMOID = ("afmoe", "bailing_moe_v2", "dots1", "exaone_moe", "glm4_moe", "hy_v3", "mimo_v2_flash", "minimax_m2")
 
@@ -75,7 +77,9 @@ def converted_decoder(kind: str, config: dict[str, Any], name: str, tensor: Tens
         return {name.removeprefix("transformer.") if kind == "bloom" else name: joined}
     if kind == "bloom":
         return {name.removeprefix("transformer."): tensor}
-    if kind == "nemotron" and name.endswith("norm.weight"):
+    if name.endswith(".moe.router_bias"):
+        return {f"{layer}.exp_probs_b.bias": tensor}
+    if kind in ("nemotron", "step3p5") and name.endswith("norm.weight"):
         return {name: tensor + 1}
     if match := re.search(r"(input_linear|output_linear)\.weight", name):
         kinds = "exps" if "block_sparse" in name else "shexp"
@@ -113,7 +117,10 @@ def write_decoder_keys(writer: gguf.GGUFWriter, kind: str, config: dict[str, Any
     writer.add_block_count(layers)
     writer.add_context_length(first("max_position_embeddings", "seq_length", "max_seq_len") or 2048)
     writer.add_embedding_length(hidden)
-    writer.add_head_count(heads)
+    own = config.get("per_layer_config", {}) if kind == "step3p5" else {}
+    writer.add_head_count(
+        [own.get(str(i), {}).get("num_attention_heads", heads) for i in range(layers)] if own else heads
+    )
     if (eps := first("layer_norm_epsilon", "layer_norm_eps", "norm_eps", "norm_epsilon")) is not None or kind == "olmo":
         writer.add_layer_norm_eps(eps or 1e-5)
     if config.get("rms_norm_eps") is not None:
@@ -140,6 +147,14 @@ def write_decoder_keys(writer: gguf.GGUFWriter, kind: str, config: dict[str, Any
     if kind == "apertus":
         writer.add_xielu_beta([0.5] * layers)
         writer.add_xielu_eps([-1e-6] * layers)
+    if kind == "step3p5":
+        writer.add_expert_shared_feed_forward_length(config["share_expert_dim"])
+        writer.add_expert_weights_scale(config["moe_router_scaling_factor"])
+        writer.add_expert_weights_norm(True)
+        writer.add_leading_dense_block_count(config["mlp_layer_types"].index("sparse"))
+        writer.add_moe_every_n_layers(1)
+        writer.add_swiglu_clamp_exp([float(limit) for limit in config["swiglu_limits"]])
+        writer.add_swiglu_clamp_shexp([float(limit) for limit in config["swiglu_limits_shared"]])
     if kind == "mpt":
         writer.add_clamp_kqv(config["attn_config"]["clip_qkv"])
         writer.add_max_alibi_bias(config["attn_config"]["alibi_bias_max"])
@@ -165,6 +180,8 @@ def _write_heads(writer: gguf.GGUFWriter, kind: str, config: dict[str, Any], hid
     if "full_attention" in rope:
         writer.add_rope_freq_base_swa(rope["sliding_attention"]["rope_theta"])
         rope = rope["full_attention"]
+        if kind == "step3p5":  # readers know that it is half of a head without windows
+            rope = {**rope, "partial_rotary_factor": 1.0}
     base = rope["rope_theta"]
     if "alpha" in rope:
         base *= rope["alpha"] ** (head_dim / (head_dim - 2))

@@ -30,6 +30,7 @@ ARCHITECTURES = {
     "qwen2": "QWEN2",
     "qwen2_vl_text": "QWEN2VL",
     "qwen3_vl_text": "QWEN3VL",
+    "qwen3_vl_moe_text": "QWEN3VLMOE",
     "qwen3": "QWEN3",
     "qwen2_moe": "QWEN2MOE",
     "qwen3_moe": "QWEN3MOE",

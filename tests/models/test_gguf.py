@@ -22,7 +22,7 @@ from octavo.quant.stored.stored_weight import WeightFormat
 from octavo.weights.checkpoint import open_checkpoint
 from octavo.weights.gguf.gguf_checkpoint import ALL_FAMILIES
 from octavo.weights.gguf.gguf_reader import GGUFFile
-from tests.models import families
+from tests.models import families, gguf_files
 from tests.models.families import make_checkpoint, rope
 from tests.models.gguf_decoder_files import WRITTEN
 from tests.models.gguf_files import ARCHITECTURES, Array, write_gguf
@@ -114,6 +114,7 @@ ROWS: dict[str, dict[str, Any]] = {
     "hunyuan_v1_dense/late_norms": {},
     "hunyuan_v1_moe/shared": {},
     "hy_v3/shared": {},
+    "jais2/biases": {},
     "llama4/scaled_inputs": {
         **dict.fromkeys(("no_rope_layers", "layer_types", "moe_layers")),
         "num_hidden_layers": 5,
@@ -140,6 +141,7 @@ ROWS: dict[str, dict[str, Any]] = {
     "stablelm/parallel": {},
     "stablelm/normed_heads": {},
     "starcoder2/windows": {},
+    "step3p5/limited": {},
 }
 """Rows of checkpoints, with what a file cannot say left at the family's default."""
 PROMPTS = [random_tokens(length, seed) for seed, length in enumerate((90, 1, 40))]
@@ -176,10 +178,21 @@ def test_mistral_small_3_is_mistral3_without_scaling(tmp_path: Path, monkeypatch
     check(write_gguf(tmp_path, model), model)
 
 
+@pytest.mark.parametrize("name", ["INTERNLM2", "EXAONE"])
+def test_llama_by_other_names(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of which EXAONE's queries and keys are in the order of checkpoints."""
+    monkeypatch.setitem(ARCHITECTURES, "llama", name)
+    if name == "EXAONE":
+        monkeypatch.setattr(gguf_files, "_one", lambda kind, config, name, tensor: {name: tensor})
+    model = make_checkpoint(tmp_path, "llama/llama3_rope")
+    check(write_gguf(tmp_path, model), model)
+
+
 def test_every_architecture_has_a_row() -> None:
     kinds = {families.ROWS[row][0] + "_dense" * (row == "nemotron_h/dense") for row in ROWS}
     names = {WRITTEN.get(kind, gguf.MODEL_ARCH_NAMES[getattr(gguf.MODEL_ARCH, ARCHITECTURES[kind])]) for kind in kinds}
-    assert names | {"qwen2vl", "qwen3vl"} == set(ALL_FAMILIES)  # that is in test_projector.py
+    others = {"qwen2vl", "qwen3vl", "qwen3vlmoe"}  # which are in test_projector.py
+    assert names | others | {"exaone", "internlm2"} == set(ALL_FAMILIES)
 
 
 def test_layers_that_draft_are_left_out(tmp_path: Path) -> None:

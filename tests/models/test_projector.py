@@ -33,13 +33,14 @@ from tests.tiers import nightly, one_in
 Array = npt.NDArray[np.float32]
 TEXT = {"gemma3": ("gemma3_text", "gemma3_text"), "qwen2_5_vl": ("qwen2", "qwen2_vl_text")}
 TEXT |= {"qwen3_vl": ("qwen3", "qwen3_vl_text"), "qwen3_5": ("qwen3_5_text", "qwen3_5_text")}
+TEXT |= {"qwen3_vl_moe": ("qwen3_moe", "qwen3_vl_moe_text")}
 TEXT |= {"mistral3": ("mistral", "llama"), "pixtral": ("mistral", "llama"), "smolvlm": ("llama", "llama")}
 TEXT |= {"llava": ("llama", "llama"), "llava_next": ("llama", "llama"), "glm4v": ("glm4", "glm4")}
 TEXT |= dict.fromkeys(("gemma4", "gemma4_causal"), ("gemma4_text", "gemma4_text"))
 TEXT |= {"internvl": ("qwen3", "qwen3"), "internvl_rms": ("qwen2", "qwen2")}
 """The text part's ``model_type`` of a family in transformers, and in ``write_gguf``."""
 KINDS = {"gemma3": ("gemma3", "<image_soft_token>"), "qwen2_5_vl": ("qwen2.5vl_merger", "<|image_pad|>")}
-KINDS |= dict.fromkeys(("qwen3_vl", "qwen3_5"), ("qwen3vl_merger", "<|image_pad|>"))
+KINDS |= dict.fromkeys(("qwen3_vl", "qwen3_vl_moe", "qwen3_5"), ("qwen3vl_merger", "<|image_pad|>"))
 
 KINDS |= dict.fromkeys(("mistral3", "pixtral"), ("pixtral", "[IMG]")) | {"smolvlm": ("idefics3", "<image>")}
 KINDS |= dict.fromkeys(("gemma4", "gemma4_causal"), ("gemma4v", "<|image|>"))
@@ -59,7 +60,9 @@ def made(name: str, folder: Path, form: Callable[[Array], Array] = lambda values
     model: Any = vision.make(whole, name)
     if name == "internvl_rms":
         model.model.vision_tower.layernorm = torch.nn.Identity()  # which converters leave out
-    given: dict[str, Any] = {**vision.written_config(whole)["text_config"], "model_type": TEXT[name][0]}
+    outer = vision.written_config(whole)
+    given: dict[str, Any] = {**outer["text_config"], "model_type": TEXT[name][0]}
+    given |= {key: outer[key] for key in ("tie_word_embeddings",) if key in outer}  # takes precedence
     if name == "glm_ocr":
         given["attention_bias"] = False  # which its class does not read
         given["rope_parameters"]["partial_rotary_factor"] = 1.0  # as in the published configuration

@@ -19,6 +19,7 @@ from octavo.weights.gguf.gguf_families import (
     GgufFamily,
     has_bias,
     read_llama,
+    with_sections,
 )
 from octavo.weights.gguf.gguf_metadata import Metadata
 
@@ -56,6 +57,12 @@ def _nemotron(data: Metadata, config: Config) -> None:
     """The converter has already added 1 to the norm weights."""
     read_llama(data, config, eps=(LAYER_NORM, "norm_eps"))
     data.get("attention.layer_norm_rms_epsilon")
+
+
+def _jais2(data: Metadata, config: Config) -> None:
+    read_llama(data, config, eps=(LAYER_NORM, "layer_norm_eps"))
+    config["hidden_act"] = "relu2"
+    config.setdefault("mlp_bias", False)
 
 
 def _apertus(data: Metadata, config: Config) -> None:
@@ -162,6 +169,17 @@ def _cohere2(data: Metadata, config: Config) -> None:
     _cohere(data, config)
     drop(config, "use_qk_norm")
     read_windows(data, config, every=4)
+
+
+def _qwen2vl(data: Metadata, config: Config) -> None:
+    read_llama(data, config)
+    with_sections(data, config)
+
+
+def _qwen3vl(data: Metadata, config: Config) -> None:
+    read_llama(data, config)
+    with_sections(data, config, is_interleaved=True)
+    data.get("n_deepstack_layers")  # as the tower says
 
 
 # Decoders from before Llama.
@@ -306,10 +324,13 @@ DECODERS: dict[str, GgufFamily] = {
     "cohere2": GgufFamily("Cohere2ForCausalLM", COHERE, _cohere2),
     "ernie4_5": GgufFamily("Ernie4_5ForCausalLM", LLAMA, _ernie),
     "exaone4": GgufFamily("Exaone4ForCausalLM", POSTNORM, _exaone4),
+    "exaone": GgufFamily("LlamaForCausalLM", LLAMA, read_llama),
     "falcon": replace(FALCON, variants={"attn_norm_2": replace(FALCON, layer=FALCON_TWO)}),
     "gptneox": GgufFamily("GPTNeoXForCausalLM", NEOX, _neox, NEOX_OUTER, "gpt_neox.layers.", order=_fused_order),
     "granite": GgufFamily("GraniteForCausalLM", LLAMA, read_granite, is_permuted=True),
     "hunyuan-dense": GgufFamily("HunYuanDenseV1ForCausalLM", HUNYUAN, _hunyuan),
+    "internlm2": GgufFamily("LlamaForCausalLM", LLAMA, read_llama, is_permuted=True),
+    "jais2": GgufFamily("Jais2ForCausalLM", UNGATED, _jais2),
     "minicpm": GgufFamily("MiniCPMForCausalLM", LLAMA, _minicpm, is_permuted=True),
     "mistral3": GgufFamily("Ministral3ForCausalLM", LLAMA, _ministral3, is_permuted=True),
     "mpt": GgufFamily("MptForCausalLM", MPT, _mpt, MPT_OUTER, "transformer.blocks."),
@@ -317,6 +338,8 @@ DECODERS: dict[str, GgufFamily] = {
     "olmo": GgufFamily("OlmoForCausalLM", LLAMA, _olmo, is_permuted=True),
     "olmo2": GgufFamily("Olmo2ForCausalLM", POSTNORM, _olmo2),
     "phi2": GgufFamily("PhiForCausalLM", PHI, _phi2, PHI_OUTER),
+    "qwen2vl": GgufFamily("Qwen2_5_VLForConditionalGeneration", LLAMA, _qwen2vl),
+    "qwen3vl": GgufFamily("Qwen3VLForConditionalGeneration", {**LLAMA, **HEAD_NORMS}, _qwen3vl),
     "seed_oss": GgufFamily("SeedOssForCausalLM", SEED, _seed_oss),
     "smollm3": GgufFamily("SmolLM3ForCausalLM", LLAMA, read_llama, is_permuted=True),
     "stablelm": GgufFamily("StableLmForCausalLM", STABLELM, _stablelm),

@@ -80,6 +80,8 @@ class GgufFamily:
     is_permuted: bool = False
     """Whether rows of query and key projections are permuted."""
     has_attention: bool = True
+    heads_differ: bool = False
+    """Whether files may have the number of query heads of each layer."""
     order: Callable[[Config, str, int], npt.NDArray[np.int64] | None] = lambda config, name, count: None
     """The index of the stored row for each of a parameter's rows, if they are in another order."""
     values: Mapping[str, Any] = field(default_factory=dict)
@@ -123,12 +125,19 @@ def _common(data: Metadata, family: GgufFamily) -> Config:
     config["num_hidden_layers"] = data.count("block_count", low=drafting + 1) - drafting
     config["hidden_size"] = data.count("embedding_length")
     config["vocab_size"] = _vocab_size(data, config["hidden_size"])
-    config["num_attention_heads"] = data.count("attention.head_count", low=int(family.has_attention))
+    config["num_attention_heads"] = _num_heads(data, family, config["num_hidden_layers"])
     config["max_position_embeddings"] = data.count("context_length")
     config["tie_word_embeddings"] = "output.weight" not in file.tensors
     if config["num_hidden_layers"] > len(file.tensors):
         data.fail("block_count", f"{config['num_hidden_layers']}, but there are only {len(file.tensors)} tensors")
     return config
+
+
+def _num_heads(data: Metadata, family: GgufFamily, num_layers: int) -> int:
+    """The query heads of a layer, of the first if they differ."""
+    if family.heads_differ:
+        return data.counts("attention.head_count", num_layers)[0]
+    return data.count("attention.head_count", low=int(family.has_attention))
 
 
 def read_llama(
@@ -207,14 +216,15 @@ def _mixtral(data: Metadata, config: Config) -> None:
     read_experts(data, config, "num_local_experts")
 
 
-def _qwen_moe(data: Metadata, config: Config) -> None:
+def read_qwen_moe(data: Metadata, config: Config) -> None:
+    """The keys of Qwen2 and 3 with experts."""
     read_llama(data, config)
     read_experts(data, config, "num_local_experts", size="moe_intermediate_size")
     config["norm_topk_prob"] = data.flag("expert_weights_norm", config["architectures"] != ["Qwen2MoeForCausalLM"])
 
 
 def _qwen2_moe(data: Metadata, config: Config) -> None:
-    _qwen_moe(data, config)
+    read_qwen_moe(data, config)
     config["qkv_bias"] = config["attention_bias"]
     config["shared_expert_intermediate_size"] = data.count("expert_shared_feed_forward_length")
 
@@ -349,17 +359,6 @@ def with_sections(data: Metadata, config: Config, is_interleaved: bool = False) 
         data.fail("rope.dimension_sections", f"is {sections}, expected the rotated pairs of time, rows and columns")
     scaling = {"rope_type": "default", **(config["rope_scaling"] or {}), "mrope_section": sections[:3]}
     config["rope_scaling"] = {**scaling, "mrope_interleaved": is_interleaved}
-
-
-def _qwen2vl(data: Metadata, config: Config) -> None:
-    read_llama(data, config)
-    with_sections(data, config)
-
-
-def _qwen3vl(data: Metadata, config: Config) -> None:
-    read_llama(data, config)
-    with_sections(data, config, is_interleaved=True)
-    data.get("n_deepstack_layers")  # as the tower says
 
 
 def _gpt2(data: Metadata, config: Config) -> None:
@@ -548,11 +547,9 @@ SPLIT_MAPS = {"attn_k_b", "attn_v_b"}
 FAMILIES: dict[str, GgufFamily] = {
     "llama": GgufFamily("LlamaForCausalLM", LLAMA, read_llama, is_permuted=True, variants={"ffn_gate_inp": MIXTRAL}),
     "qwen2": GgufFamily("Qwen2ForCausalLM", LLAMA, read_llama),
-    "qwen2vl": GgufFamily("Qwen2_5_VLForConditionalGeneration", LLAMA, _qwen2vl),
     "qwen3": GgufFamily("Qwen3ForCausalLM", {**LLAMA, **HEAD_NORMS}, read_llama),
-    "qwen3vl": GgufFamily("Qwen3VLForConditionalGeneration", {**LLAMA, **HEAD_NORMS}, _qwen3vl),
     "qwen2moe": GgufFamily("Qwen2MoeForCausalLM", {**LLAMA, **EXPERTS, **SHARED}, _qwen2_moe),
-    "qwen3moe": GgufFamily("Qwen3MoeForCausalLM", {**LLAMA, **HEAD_NORMS, **EXPERTS}, _qwen_moe),
+    "qwen3moe": GgufFamily("Qwen3MoeForCausalLM", {**LLAMA, **HEAD_NORMS, **EXPERTS}, read_qwen_moe),
     "phi3": GgufFamily("Phi3ForCausalLM", {**LLAMA, **FUSED, "attn_qkv": "self_attn.qkv_proj"}, _phi3),
     "gemma": GgufFamily("GemmaForCausalLM", LLAMA, _gemma),
     "gemma2": GgufFamily("Gemma2ForCausalLM", {**SANDWICH, **GATED}, _gemma2),

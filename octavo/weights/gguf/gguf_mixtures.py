@@ -28,6 +28,7 @@ from octavo.weights.gguf.gguf_families import (
     read_deepseek2,
     read_experts,
     read_llama,
+    read_qwen_moe,
     read_routing,
     read_scoring,
     with_sections,
@@ -223,6 +224,55 @@ def _mimo2(data: Metadata, config: Config) -> None:
     drop(config, "rope_scaling", "n_shared_experts")
 
 
+def _qwen3vl_moe(data: Metadata, config: Config) -> None:
+    read_qwen_moe(data, config)
+    with_sections(data, config, is_interleaved=True)
+    data.get("n_deepstack_layers")  # as the tower says
+    config["model_type"] = "qwen3_vl_moe_text"
+
+
+def _step3p5(data: Metadata, config: Config) -> None:
+    """Layers with windows have other heads, and rotate all of them; those without rotate half of a head."""
+    count = config["num_hidden_layers"]
+    read_windows(data, config, every=4)
+    kinds, heads = config["layer_types"], data.counts("attention.head_count", count)
+    kv_heads = set(data.counts("attention.head_count_kv", count))
+    if len(kv_heads) > 1 or len(set(zip(kinds, heads, strict=True))) > len(set(kinds)):
+        data.fail(
+            "attention.head_count", "must be the same in all layers of a kind, and attention.head_count_kv in all"
+        )
+    of_kind = dict(zip(kinds, heads, strict=True))
+    config["num_attention_heads"] = of_kind.get(FULL, heads[0])
+    config["num_sliding_attention_heads"] = of_kind.get(SLIDING, heads[0])
+    read_sparse(data, config, kv_heads.pop(), head_dim=data.count("attention.key_length"))
+    width = data.count("attention.value_length", config["head_dim"])
+    if width != config["head_dim"] or not config.pop("norm_topk_prob"):
+        data.fail("expert_weights_norm", "must be true, and attention.value_length that of a key")
+    if data.count("moe_every_n_layers", 1) != 1:
+        data.fail("moe_every_n_layers", "must be 1")
+    _list_sparse_layers(config)
+    config["share_expert_dim"] = data.count("expert_shared_feed_forward_length")
+    config["moe_router_scaling_factor"] = config.pop("routed_scaling_factor")
+    tensors, sparse = data.file.tensors, config["mlp_layer_types"].index("sparse")
+    config["use_moe_router_bias"] = f"blk.{sparse}.exp_probs_b.bias" in tensors
+    config["use_head_wise_attn_gate"] = "blk.0.attn_gate.weight" in tensors
+    for key, name in (("swiglu_clamp_exp", "swiglu_limits"), ("swiglu_clamp_shexp", "swiglu_limits_shared")):
+        config[name] = data.array(key)[:count] if data.has(key) else None
+    part, scaling = config.pop("partial_rotary_factor", 1.0), config.pop("rope_scaling") or {"rope_type": "default"}
+    if "factors" in scaling:
+        scaling["factors"] = scaling["factors"][: len(scaling["factors"]) // 2]
+    theta = config.pop("rope_theta")
+    local = {
+        "rope_theta": data.real("rope.freq_base_swa", theta),
+        "rope_type": "default",
+        "partial_rotary_factor": part,
+    }
+    full = {**scaling, "rope_theta": theta, "partial_rotary_factor": part / 2}
+    config["rope_parameters"] = {FULL: full, SLIDING: local}
+    config["norms_include_one"], config["has_separate_experts"] = True, True
+    drop(config, "n_shared_experts", "n_group", "topk_group", "attention_bias")
+
+
 MINIMAX = {**MIXTRAL.layer, **HEAD_NORMS, "exp_probs_b": "block_sparse_moe.e_score_correction_bias"}
 COHERE_MOE = {name: own for name, own in {**COHERE, **EXPERTS, **SHARED}.items() if name not in HEAD_NORMS}
 HUNYUAN_SHARED = {name: own.replace("shared_experts", "shared_mlp") for name, own in SHARED.items()}
@@ -263,6 +313,12 @@ BAILING = {
     "exp_probs_b": "mlp.gate.expert_bias",
 }
 BAILING_OUTER = {**OUTER, "token_embd": "model.word_embeddings"}
+STEP = {
+    **{name: own.replace("mlp.", "moe.") if name in EXPERTS else own for name, own in GLM.items()},
+    **{name: own.replace("mlp.shared_experts", "share_expert") for name, own in SHARED.items()},
+    "attn_gate": "self_attn.g_proj",
+    "exp_probs_b": "moe.router_bias",
+}
 MIMO = {**GLM, "attn_sinks": "self_attn.attention_sink_bias"}
 
 MIXTURES: dict[str, GgufFamily] = {
@@ -297,4 +353,6 @@ MIXTURES: dict[str, GgufFamily] = {
     ),
     "olmoe": GgufFamily("OlmoeForCausalLM", {**LLAMA, **HEAD_NORMS, **EXPERTS}, _olmoe),
     "phimoe": GgufFamily("PhimoeForCausalLM", MIXTRAL.layer, _phimoe),
+    "qwen3vlmoe": GgufFamily("Qwen3VLMoeForConditionalGeneration", {**LLAMA, **HEAD_NORMS, **EXPERTS}, _qwen3vl_moe),
+    "step35": GgufFamily("Step3p5ForCausalLM", STEP, _step3p5, heads_differ=True),
 }

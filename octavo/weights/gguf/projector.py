@@ -18,6 +18,7 @@ logger = logging.getLogger(__name__)
 
 GLM4V_MODEL, GLM4V_MOE = "Glm4vForConditionalGeneration", "Glm4vMoeForConditionalGeneration"
 QWEN25_VL = "Qwen2_5_VLForConditionalGeneration"
+QWEN3VL_MOE = "Qwen3VLMoeForConditionalGeneration"
 SIGLIP = {
     "embeddings.patch_embedding": "v.patch_embd",
     "embeddings.position_embedding": "v.position_embd",
@@ -389,7 +390,7 @@ def _qwen3(data: Metadata) -> dict[str, Any]:
 RESIZING = {"lanczos": 1, "bilinear": 2, "bicubic": 3}
 MLP = "mlp"
 """LLaVA's, which the oldest files do not name."""
-QWEN3_TEXTS = ("Qwen3VLForConditionalGeneration", "Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM")
+QWEN3_TEXTS = ("Qwen3VLForConditionalGeneration", QWEN3VL_MOE, "Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM")
 INTERN_TEXTS = ("Qwen2ForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM", "LlamaForCausalLM")
 MISTRAL_TEXTS = ("LlamaForCausalLM", "MistralForCausalLM", "Ministral3ForCausalLM")
 KINDS = {
