@@ -121,8 +121,12 @@ class DecoderLayer:
         orders: tuple[Order | None, ...] = (None, None, None)
         if part.is_adjacent and part.rope is not None:
             width = config.ropes[part.rope][1]
-            counts = part.num_heads, part.num_kv_heads
-            orders = (*(half_split_rows(count, part.head_dim, width) for count in counts), None)
+            queries, keys = (half_split_rows(n, part.head_dim, width) for n in (part.num_heads, part.num_kv_heads))
+            orders = queries, keys, None
+            if len(config.names.queries) == 1:
+                values = np.arange(part.num_kv_heads * (part.value_dim or part.head_dim))
+                whole = (queries, len(queries) + keys, len(queries) + len(keys) + values)
+                orders = np.concatenate(whole), None, None
         names = [f"{prefix}.{name}" for name in config.names.queries]
         return weights.qkv(
             *(names, self.heads, config.hidden_size, part.has_bias),

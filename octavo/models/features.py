@@ -59,7 +59,12 @@ KEYS: dict[str, Any] = {
 
 
 MINIMAX = ("MiniMaxForCausalLM", "MiniMaxM1ForCausalLM", "MiniMaxText01ForCausalLM")
+CHATGLM = {"padded_vocab_size": 64, "num_layers": 2, "ffn_hidden_size": 64, "kv_channels": 16, "seq_length": 64}
+CHATGLM |= {"multi_query_attention": True, "multi_query_group_num": 2}
+NAS_BLOCK = {"attention": {"n_heads_in_group": 2}, "ffn": {"intermediate_size": 64}}
 OWN_KEYS: dict[str, dict[str, Any]] = {
+    **dict.fromkeys(("ChatGLMForCausalLM", "ChatGLMForConditionalGeneration", "ChatGLMModel"), CHATGLM),
+    "DeciLMForCausalLM": {"num_hidden_layers": 2, "block_configs": [NAS_BLOCK] * 2},
     "Gemma3nForCausalLM": {"num_kv_shared_layers": 4},
     **{
         name: {"num_hidden_layers": 2, "layer_types": [SLIDING, FULL]}

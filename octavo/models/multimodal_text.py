@@ -66,6 +66,7 @@ TEXT_MODELS: dict[str, tuple[str, Mapping[str, Any]]] = {
     "glm_ocr_text": ("Glm4ForCausalLM", GLM),
     "granite": ("GraniteForCausalLM", {}),
     "gpt_oss": ("GptOssForCausalLM", {}),
+    "internlm2": ("InternLM2ForCausalLM", {}),
     "kimi_k2": ("DeepseekV3ForCausalLM", {}),
     "lfm2": ("Lfm2ForCausalLM", {}),
     "lfm2_moe": ("Lfm2MoeForCausalLM", {}),

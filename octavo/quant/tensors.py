@@ -20,7 +20,7 @@ Part = Tensor | BlockTensor
 
 ACTIVATION_SCALES = ("input_scale", "activation_scale", "input_global_scale", "input_scale_ub")
 MOST_CACHE_SCALES = 1 << 16
-HARMLESS = re.compile(r"(^|\.)(rotary_emb\.inv_freq|h\.\d+\.attn\.(attention\.)?(masked_)?bias)$")
+HARMLESS = re.compile(r"(^|\.)(rotary_(pos_)?emb\.inv_freq|h\.\d+\.attn\.(attention\.)?(masked_)?bias)$")
 """Redundant buffers that some exporters write: rotary frequencies, and causal masks of GPT-2 and GPT-Neo."""
 
 CACHE_SCALES = re.compile(
