@@ -32,9 +32,10 @@ from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 from octavo.cache.held_blocks import BlockToHold, HeldBlocks
-from octavo.cache.kv_channel import ChannelError, Fetcher, HoldingServer
+from octavo.cache.kv_channel import Fetcher, HoldingServer
 from octavo.cache.node import Node, as_digest, folded
 from octavo.cache.tiers import DiskTier, HostTier
+from octavo.system.channel import ChannelError
 from octavo.types import KVTransfer, Sequence, Tokens
 
 MAX_PENDING = 1024

@@ -19,7 +19,7 @@ import pytest
 from octavo.cache import kv_channel
 from octavo.cache.held_blocks import BlockToHold, HeldBlocks
 from octavo.cache.kv_cache import KVCache
-from octavo.cache.kv_channel import Channel, ChannelError, Fetcher, HoldingServer
+from octavo.cache.kv_channel import Fetcher, HoldingServer
 from octavo.cache.offload import Identity, Offload
 from octavo.cache.tiers import HostTier
 from octavo.config import CacheSettings
@@ -28,7 +28,9 @@ from octavo.engine.scheduler import Scheduler
 from octavo.errors import ConfigError
 from octavo.sampling_params import SamplingParams
 from octavo.steps.limits import StateSize
+from octavo.system import channel
 from octavo.system.addresses import split_address
+from octavo.system.channel import Channel, ChannelError
 from octavo.types import KVTransfer, Output, Request
 from tests.engine.tiers import OracleStore
 from tests.engine.workload import Features, Run
@@ -293,7 +295,7 @@ def test_a_silent_server_is_waited_for_once(prefill: Half, decode: Half, caplog:
 
 
 def test_a_login_that_takes_its_time_keeps_no_place(prefill: Half, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kv_channel, "LOGIN_SECONDS", 0.2)
+    monkeypatch.setattr(channel, "LOGIN_SECONDS", 0.2)
     assert prefill.offload.held is not None
     host, port = split_address(prefill.offload.held[1].address)
     with socket.create_connection((host, port), 5) as slow:
