@@ -103,6 +103,23 @@ class ModelSettings:
         "CPUs",
         low=1,
     )
+    nnodes: int = setting(
+        1,
+        "hosts among which the groups of pipeline_parallel_size are divided; on each but the first runs `octavo serve "
+        "--headless` with its node_rank",
+        low=1,
+    )
+    node_rank: int = setting(0, "number of this host among those of nnodes; 0 serves HTTP", low=0)
+    master_addr: str = setting("127.0.0.1", "address of the host with node_rank 0, to which the others connect")
+    master_port: int = setting(29501, "port of master_addr", low=1, high=65535)
+    node_key: str | None = setting(None, "key that the hosts of nnodes share, which others do not know")
+    node_ssl_certfile: str | None = setting(
+        None, "certificate file of the host with node_rank 0; default: no TLS, for nodes on one machine"
+    )
+    node_ssl_keyfile: str | None = setting(None, "file of its private key; default: node_ssl_certfile")
+    node_ssl_ca_certs: str | None = setting(
+        None, "file of CAs that verify the host with node_rank 0; default: no TLS, for nodes on one machine"
+    )
     decode_context_parallel_size: int = setting(
         1,
         "processes of tensor_parallel_size among which the KV cache of each sequence is divided, of those that would "
@@ -195,6 +212,11 @@ class ModelSettings:
     def num_ranks(self) -> int:
         """Processes among which the model is divided."""
         return self.tensor_parallel_size * self.pipeline_parallel_size
+
+    @property
+    def ranks_per_node(self) -> int:
+        """Those of each host."""
+        return self.num_ranks // self.nnodes
 
 
 DEFAULT_OFFLOAD_GIB = 1.0
@@ -436,12 +458,15 @@ def _check_combinations(config: EngineConfig) -> None:
     _check_quantization(config.model)
     _check_ranks(config.model)
     _check_apart(config.model, cache)
+    _check_nodes(config.model)
     _check_offload(config.model, cache)
     _check_role(config.model, cache)
     if isinstance(config, ServeConfig) and config.server.ssl_certfile is None:
         for name in ("ssl_keyfile", "ssl_ca_certs"):
             if getattr(config.server, name) is not None:
                 raise ConfigError(f"{name} needs ssl_certfile: without a certificate, there is no HTTPS")
+    if isinstance(config, ServeConfig):
+        _check_headless(config)
     if isinstance(config, ServeConfig):
         _check_kv_events(config.server, cache)
     if isinstance(config, ServeConfig):
@@ -497,6 +522,33 @@ def _check_apart(model: ModelSettings, cache: CacheSettings) -> None:
         if cache.offload_memory is not None:
             name = "role" if cache.role != "both" else "kv_offload_memory and kv_offload_dir"
             raise ConfigError(f"{of_each} and {name}: blocks of several processes are not stored together")
+
+
+def _check_nodes(model: ModelSettings) -> None:
+    given = [item.name for item in dataclasses.fields(model) if item.name.startswith(("node_", "master_"))]
+    if model.nnodes == 1:
+        if changed := [name for name in given if getattr(model, name) != getattr(ModelSettings, name)]:
+            raise ConfigError(f"{changed[0]} needs nnodes, of at least 2")
+        return
+    if model.pipeline_parallel_size % model.nnodes:
+        raise ConfigError(
+            f"nnodes: {model.nnodes} must divide pipeline_parallel_size, which is {model.pipeline_parallel_size}: "
+            "each host has as many groups of layers"
+        )
+    if model.node_rank >= model.nnodes:
+        raise ConfigError(f"node_rank: must be at most {model.nnodes - 1}, as nnodes is {model.nnodes}")
+    if not model.node_key:
+        raise ConfigError("nnodes needs node_key, which the hosts share")
+
+
+def _check_headless(config: ServeConfig) -> None:
+    rank, server = config.model.node_rank, config.server
+    if server.headless and not rank:
+        raise ConfigError("headless needs node_rank, from 1 on: the host with node_rank 0 serves HTTP")
+    if rank and not server.headless:
+        raise ConfigError(f"node_rank: {rank} needs headless: the host with node_rank 0 serves HTTP")
+    if config.model.nnodes > 1 and server.data_parallel_size > 1:
+        raise ConfigError("nnodes and data_parallel_size: each engine would need hosts of its own")
 
 
 def _changed(config: EngineConfig) -> dict[str, str]:

@@ -31,6 +31,8 @@ FLAGS_OF_OTHERS = {
     "-tp": "tensor_parallel_size",  # vLLM
     "-pp": "pipeline_parallel_size",  # vLLM
     "--pp-size": "pipeline_parallel_size",  # SGLang
+    "-n": "nnodes",  # vLLM
+    "-r": "node_rank",  # vLLM
     "-dcp": "decode_context_parallel_size",  # vLLM
     "-dp": "data_parallel_size",  # vLLM
     "--dp-size": "data_parallel_size",  # SGLang
@@ -70,7 +72,9 @@ ADVICE = {
     "--speculative-model": _DRAFTS,
     "--spec-length": "--speculative-config has the key num_speculative_tokens",
     "--num-speculative-tokens": "--speculative-config has the key num_speculative_tokens",
-    "--distributed-executor-backend": "--tensor-parallel-size starts its processes itself, on one machine: mp",
+    "--distributed-executor-backend": "--tensor-parallel-size starts its processes itself, on one machine: mp; "
+    "--nnodes has those of several",
+    "--dist-init-addr": "--master-addr and --master-port name the host with --node-rank 0",
     "--n-gpu-layers": _LAYERS,
     "-ngl": _LAYERS,
     "--threads": _THREADS,

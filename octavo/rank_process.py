@@ -63,7 +63,7 @@ def _run(connection: Connection, memory_descriptor: int, check: Callable[[], Non
         from octavo.plugins import CPU
         from octavo.runtime.memory import Limits
         from octavo.runtime.ranks.rank_executor import Follower, RankExecutor
-        from octavo.runtime.ranks.rank_group import (
+        from octavo.runtime.ranks.start_messages import (
             RankFailed,
             RankLoaded,
             RankReady,
@@ -81,7 +81,8 @@ def _run(connection: Connection, memory_descriptor: int, check: Callable[[], Non
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(start.gpus)
     shared = backend_of(CPU).shared_memory()
     assert shared is not None, "the engine has found it"
-    memory = shared.view(memory_descriptor, start.rank, start.size, start.num_stages)
+    layout = start.layout
+    memory = shared.view(memory_descriptor, start.rank, layout.size, layout.num_stages, layout.num_nodes)
 
     def settle(free: int) -> Limits:
         tell(connection, RankLoaded(free))

@@ -30,6 +30,9 @@ class ServerSettings:
 
     host: str = setting("127.0.0.1", "address to listen on")
     port: int = setting(8000, "port to listen on; 0 picks a free one", low=0, high=65535)
+    headless: bool = setting(
+        False, "serve no HTTP, but compute layers for the host with node_rank 0, until this process is ended"
+    )
     served_model_name: str | None = setting(None, "comma-separated model names in the API; default: from the model")
     api_key: str | None = setting(None, "key that clients must send as a Bearer token; default: none required")
     api_key_file: str | None = setting(

@@ -12,7 +12,7 @@ from typing import Any
 
 from octavo.errors import ConfigError
 
-SECRETS = frozenset({"api_key", "admin_key", "upstream_api_key", "grpc_api_key", "kv_transfer_key"})
+SECRETS = frozenset({"api_key", "admin_key", "upstream_api_key", "grpc_api_key", "kv_transfer_key", "node_key"})
 """Settings whose values are never printed or logged."""
 
 

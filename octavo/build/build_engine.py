@@ -22,7 +22,7 @@ from octavo.build.build_executor import ExecutorParts, make_executor, make_stora
 from octavo.build.build_runner import make_grammars, make_runner
 from octavo.build.build_vision import Vision, connected, load_vision
 from octavo.build.device_settings import kernel_compilation, prepared_device, resolve_kv_dtype, weight_format
-from octavo.cache.build_offload import make_offload
+from octavo.cache.build_offload import content_fingerprint, make_offload
 from octavo.cache.group_cache import GroupSize
 from octavo.cache.kv_cache import KVCache
 from octavo.cache.kv_events import KVEvents
@@ -57,7 +57,7 @@ from octavo.models.registry import LoadedModel, read_config
 from octavo.models.weight_updates import WeightUpdates
 from octavo.ops import dispatch
 from octavo.ops.collective import Collective
-from octavo.ops.device_backend import Check, RankMemory, backend_of, is_gpu
+from octavo.ops.device_backend import Check, RankMemory, SharedMemory, backend_of, is_gpu
 from octavo.plugins import CPU, GPU
 from octavo.quant.stored.stored_weight import WeightFormat, dtype_name
 from octavo.runtime import memory
@@ -66,11 +66,13 @@ from octavo.runtime.executors.expert_moves import ExpertMoves
 from octavo.runtime.executors.pooler import Pooler
 from octavo.runtime.executors.routed_experts import keeping_routes
 from octavo.runtime.kv_storage import KVStorage
+from octavo.runtime.ranks.node_link import NodeListener, StartNode
 from octavo.runtime.ranks.process_group import device_collective, visible_gpus
 from octavo.runtime.ranks.rank_group import RankGroup
 from octavo.runtime.ranks.rank_processes import RankProcesses
 from octavo.runtime.ranks.ranks import OneRank, OnLost, Ranks, check_divides
 from octavo.runtime.ranks.stage_link import StageLink
+from octavo.runtime.ranks.start_messages import RankLayout
 from octavo.runtime.weight_group import WeightGroup
 from octavo.speculative_config import Method, parse_speculative_config
 from octavo.steps.limits import RopeSets
@@ -273,28 +275,40 @@ def _started_ranks(
     config: EngineConfig, path: Path, model: ModelConfig, device: torch.device, started: RankProcesses | None
 ) -> Iterator[Ranks]:
     """The ranks of the engine, which are ended if this block fails. Raises ``ConfigError``."""
-    size, num_stages = config.model.num_ranks, config.model.pipeline_parallel_size
+    size, num_stages, num_nodes = config.model.num_ranks, config.model.pipeline_parallel_size, config.model.nnodes
     if size == 1:
         yield OneRank()
         return
-    has_kernels = ops.linear.chosen(CPU, torch.float32) != dispatch.REFERENCE
-    shared = backend_of(CPU).shared_memory() if has_kernels and hasattr(os, "memfd_create") else None
-    if shared is None:
-        name = "tensor_parallel_size" if num_stages == 1 else "pipeline_parallel_size"
-        raise ConfigError(f"{name}: more than 1 needs Linux and compiled CPU kernels, see `octavo doctor`")
+    if config.model.node_rank:
+        raise ConfigError("node_rank: this host computes for that with node_rank 0; run `octavo serve --headless`")
+    shared = rank_memory(config.model)
     check_divides(model, config.model, device)
     settings = dataclasses.replace(config.model, model=str(path))
     gpus = visible_gpus() if is_gpu(device) else []
     if 0 < len(gpus) < size:
         logger.warning("%d ranks share %d GPUs, which is slow: it is for tests", size, len(gpus))
-    processes = started or RankProcesses(size)
+    nodes = NodeListener(config.model).wait() if num_nodes > 1 else []
+    layout = RankLayout(size, num_stages, num_nodes)
+    processes = started or RankProcesses(len(layout.others))
     flat = to_flat(dataclasses.replace(config, model=settings), EngineConfig)
-    ranks = RankGroup(flat, processes, shared, gpus, num_stages)
+    for link in nodes:
+        link.tell(StartNode({**flat, "node_key": None}, content_fingerprint(path)))
+    ranks = RankGroup(flat, processes, shared, layout, gpus, nodes)
     try:
         yield ranks
     except BaseException:
         ranks.end()
         raise
+
+
+def rank_memory(settings: ModelSettings) -> SharedMemory:
+    """What makes the memory of ranks. Raises ``ConfigError`` if nothing does on this machine."""
+    has_kernels = ops.linear.chosen(CPU, torch.float32) != dispatch.REFERENCE
+    shared = backend_of(CPU).shared_memory() if has_kernels and hasattr(os, "memfd_create") else None
+    if shared is None:
+        name = "tensor_parallel_size" if settings.pipeline_parallel_size == 1 else "pipeline_parallel_size"
+        raise ConfigError(f"{name}: more than 1 needs Linux and compiled CPU kernels, see `octavo doctor`")
+    return shared
 
 
 def _settle(

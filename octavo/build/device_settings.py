@@ -39,12 +39,12 @@ def prepared_device(settings: ModelSettings) -> torch.device:
     """The device, with the number of CPU threads set; or with GPU kernels being loaded while the model is, and all
     memory free that is not in use."""
     device = resolve_device(settings.device)
-    num_threads = max(1, default_num_threads() // settings.num_ranks)
+    num_threads = max(1, default_num_threads() // settings.ranks_per_node)
     if device.type == "cpu":
         os.environ.setdefault(HUGE_PAGES, "1")
         _share_cores(num_threads)
     else:
-        if settings.num_ranks > 1:  # ranks that load weights at once would wait for each other's threads
+        if settings.ranks_per_node > 1:  # ranks that load weights at once would wait for each other's threads
             torch.set_num_threads(num_threads)
         release_unused(device)
         backend_of(device.type).start_loading()

@@ -130,7 +130,7 @@ def _check(config: EngineConfig) -> int:
     if checkpoint.has_blocks and form.packs and device.type == "cpu":
         of_files = sum(part.stat().st_size for part in parts_of(path))
         sizes = {"blocks": of_files * loaded.num_bytes // (whole * num_ranks)}
-    left = (free // config.model.num_ranks if device.type == "cpu" else free) - sum(sizes.values())
+    left = (free // config.model.ranks_per_node if device.type == "cpu" else free) - sum(sizes.values())
     left -= backend_of(device.type).peer_bytes(num_ranks)
     try:
         limits, budget = memory.plan_memory(

@@ -7,7 +7,7 @@ overrides what it has more.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, Protocol
@@ -57,14 +57,30 @@ class MessageReader(Protocol):
     def next(self) -> bytes: ...
 
 
+Way = tuple[int, int]
+"""From a rank to one that reads what its stage has computed."""
+
+
 class RankMemory(Protocol):
-    """One rank's view of the memory that the ranks of an engine share."""
+    """One rank's view of the memory that the ranks of an engine share, or those of them that are on this host."""
 
     rank: int
     size: int
+    """Ranks on all hosts."""
     num_stages: int
     channel_bytes: int
     """Bytes that a stage can hand on before the next one takes them."""
+    compared: Sequence[int]
+    """Ranks whose digests are here: those of this host, and rank 0."""
+
+    @property
+    def crossing(self) -> Sequence[Way]:
+        """Ways from one host to another."""
+        ...
+
+    def node_of(self, rank: int) -> int:
+        """The number of a rank's host."""
+        ...
 
     @property
     def stage(self) -> int:
@@ -81,14 +97,16 @@ class RankMemory(Protocol):
         """That of the ranks of this rank's stage."""
         ...
 
-    def to_stages(self, check: Check) -> MessageWriter:
-        """Of what this rank's stage has computed, to the next stage, or from the last to all others."""
+    def to_stages(self, check: Check) -> Sequence[MessageWriter]:
+        """Of what this rank's stage has computed, to the next stage, or from the last to each other."""
         ...
 
     def from_stage(self, stage: int, check: Check) -> MessageReader:
         """Of what a stage has computed, the one before this rank's or the last."""
         ...
 
+    def writer_of(self, way: Way, check: Check) -> MessageWriter: ...
+    def reader_of(self, way: Way, check: Check) -> MessageReader: ...
     def note(self, activity: int) -> None:
         """Let others know what this rank does."""
         ...
@@ -102,11 +120,11 @@ class RankMemory(Protocol):
         ...
 
     def writer(self, check: Check) -> MessageWriter:
-        """Of messages that all other ranks read; rank 0 alone has one."""
+        """Of messages that all other ranks of this host read; one process alone has one."""
         ...
 
     def reader(self, check: Check) -> MessageReader: ...
-    def write_digest(self, number: int, digest: int) -> None: ...
+    def write_digest(self, rank: int, number: int, digest: int) -> None: ...
     def digest(self, rank: int, number: int) -> int: ...
 
 
@@ -118,7 +136,7 @@ class SharedMemory(Protocol):
         is given."""
         ...
 
-    def view(self, descriptor: int, rank: int, size: int, num_stages: int = 1) -> RankMemory: ...
+    def view(self, descriptor: int, rank: int, size: int, num_stages: int = 1, num_nodes: int = 1) -> RankMemory: ...
 
 
 class DeviceBackend:

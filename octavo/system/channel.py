@@ -15,6 +15,7 @@ With a certificate, TLS is around all of it.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import hmac
 import math
@@ -137,6 +138,9 @@ class Channel:
         self._socket.settimeout(seconds)
 
     def close(self) -> None:
+        """End the connection; a thread that waits for a frame then finds out."""
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
 
     def _sum(self, payload: bytes, direction: int) -> bytes:

@@ -1,8 +1,11 @@
 """The memory that the ranks of an engine share: their collectives, the ring of messages, and their results' digests.
 
 Where the layers are divided among stages, neighbouring ranks are of one stage and have a collective of their own, and
-each rank a ring for what its stage has computed: read by the same rank of the next stage, or that of the last by the
-same of all others.
+there is a ring for each rank that reads what another has computed: that of the stage before, or of the last stage.
+
+Where stages are on several hosts, each has such a memory, of which it uses what its own ranks write and read. Rings
+from one host to another are in both, and a link between the hosts reads one and writes the other
+(``octavo.runtime.ranks.node_link``).
 
 The memory is an anonymous file whose descriptor the engine process hands to the ranks that it starts. It has no name,
 so nothing is left of it when the last of them has ended, however it did.
@@ -31,12 +34,20 @@ def make_memory(size: int, descriptor: int | None = None, num_stages: int = 1) -
     return descriptor
 
 
+def _ways(size: int, num_stages: int) -> list[tuple[int, int]]:
+    """Pairs of ranks of which the second reads what the first hands on."""
+    width = size // num_stages
+    last = size - width
+    forth = [(rank, rank + width) for rank in range(last)]
+    return forth + [(last + rank % width, rank) for rank in range(last)]
+
+
 def _part_sizes(size: int, num_stages: int) -> list[int]:
     """Bytes of each part: the collective of all, messages, digests; of stages: activities, collectives, rings."""
     sizes = [region_bytes(size), ring_bytes(size - 1), size * 8 * KEPT]
     if num_stages > 1:
         sizes += [size * LINE, *[region_bytes(size // num_stages)] * num_stages]
-        sizes += [ring_bytes(num_stages - 1)] * size
+        sizes += [ring_bytes(1)] * len(_ways(size, num_stages))
     return [_padded(num_bytes) for num_bytes in sizes]
 
 
@@ -49,22 +60,36 @@ class MappedRankMemory:
 
     channel_bytes = RING_BYTES
 
-    def __init__(self, descriptor: int, rank: int, size: int, num_stages: int = 1) -> None:
+    def __init__(self, descriptor: int, rank: int, size: int, num_stages: int = 1, num_nodes: int = 1) -> None:
         self.rank, self.size, self.num_stages = rank, size, num_stages
+        self._per_node = size // num_nodes
+        first_own = self.node_of(rank) * self._per_node
+        own = range(first_own, first_own + self._per_node)
+        self.compared = sorted({0, *own})
+        self._listeners = [other for other in own if other]
         sizes = _part_sizes(size, num_stages)
         region = np.frombuffer(mmap.mmap(descriptor, sum(sizes)), np.uint8)
         first, messages, digests, *others = np.split(region, np.cumsum(sizes)[:-1])
         self.collective = SharedCollective(first, rank, size)
-        self.ring = Ring(messages[: ring_bytes(size - 1)], size - 1)
+        count = len(self._listeners)
+        self.ring = Ring(messages[: ring_bytes(count)], count)
         self._digests = digests.ctypes.data
-        self._stages, self._channels = [self.collective], list[Ring]()
+        self._stages, self._channels = [self.collective], dict[tuple[int, int], Ring]()
         if num_stages > 1:
             width = size // num_stages
             self._activities = others[0].ctypes.data
-            self._stages = [SharedCollective(own, rank % width, width) for own in others[1 : 1 + num_stages]]
-            for source, own in enumerate(others[1 + num_stages :]):
-                num_readers = num_stages - 1 if source // width == num_stages - 1 else 1
-                self._channels.append(Ring(own[: ring_bytes(num_readers)], num_readers))
+            self._stages = [SharedCollective(part, rank % width, width) for part in others[1 : 1 + num_stages]]
+            for way, part in zip(_ways(size, num_stages), others[1 + num_stages :], strict=True):
+                self._channels[way] = Ring(part[: ring_bytes(1)], 1)
+
+    def node_of(self, rank: int) -> int:
+        """See ``RankMemory``."""
+        return rank // self._per_node
+
+    @property
+    def crossing(self) -> list[tuple[int, int]]:
+        """See ``RankMemory``."""
+        return [way for way in self._channels if self.node_of(way[0]) != self.node_of(way[1])]
 
     @property
     def stage(self) -> int:
@@ -82,21 +107,28 @@ class MappedRankMemory:
 
     def reader(self, check: Check) -> RingReader:
         """Of the messages to this rank."""
-        return RingReader(self.ring, self.rank - 1, check)
+        return RingReader(self.ring, self._listeners.index(self.rank), check)
 
-    def to_stages(self, check: Check) -> RingWriter:
+    def to_stages(self, check: Check) -> list[RingWriter]:
         """See ``RankMemory``."""
-        return RingWriter(self._channels[self.rank], check)
+        return [self.writer_of(way, check) for way in self._channels if way[0] == self.rank]
 
     def from_stage(self, stage: int, check: Check) -> RingReader:
         """See ``RankMemory``."""
-        return RingReader(*self._channel(self.rank, stage), check)
+        return self.reader_of(self._way(self.rank, stage), check)
 
-    def _channel(self, rank: int, stage: int) -> tuple[Ring, int]:
-        """Where a rank reads what a stage hands on, and as which of its readers."""
+    def writer_of(self, way: tuple[int, int], check: Check) -> RingWriter:
+        """See ``RankMemory``."""
+        return RingWriter(self._channels[way], check)
+
+    def reader_of(self, way: tuple[int, int], check: Check) -> RingReader:
+        """See ``RankMemory``."""
+        return RingReader(self._channels[way], 0, check)
+
+    def _way(self, rank: int, stage: int) -> tuple[int, int]:
+        """From the rank of a stage whose output a rank reads."""
         width = self.size // self.num_stages
-        reader = rank // width if stage == self.num_stages - 1 else 0
-        return self._channels[stage * width + rank % width], reader
+        return stage * width + rank % width, rank
 
     def note(self, activity: int) -> None:
         """See ``RankMemory``."""
@@ -116,8 +148,8 @@ class MappedRankMemory:
             activity = int(load(self._activities + rank * LINE))
             is_behind = is_behind or (activity == WORKS and min(of_stage) == max(of_stage))
             if activity >= WAITS:  # for what may be there already
-                ring, reader = self._channel(rank, activity - WAITS)
-                is_behind = is_behind or ring.written > ring.read(reader)
+                ring = self._channels[self._way(rank, activity - WAITS)]
+                is_behind = is_behind or ring.written > ring.read(0)
         return (every[rank], of_stage[rank % width], read, activity), is_behind
 
     def abort(self) -> None:
@@ -127,12 +159,12 @@ class MappedRankMemory:
 
     def num_read(self, rank: int) -> tuple[int, bool]:
         """Bytes of messages that a rank has read, and whether these are all; of any but rank 0."""
-        read = self.ring.read(rank - 1)
+        read = self.ring.read(self._listeners.index(rank))
         return read, read == self.ring.written
 
-    def write_digest(self, number: int, digest: int) -> None:
-        """Keep the digest of this rank's results up to step ``number``."""
-        publish(self._digest_at(self.rank, number), digest, 0)
+    def write_digest(self, rank: int, number: int, digest: int) -> None:
+        """Keep the digest of a rank's results up to step ``number``."""
+        publish(self._digest_at(rank, number), digest, 0)
 
     def digest(self, rank: int, number: int) -> int:
         """A rank's digest of its results up to step ``number``, one of the last few."""
@@ -148,5 +180,5 @@ class SharedFile:
     def make(self, size: int, descriptor: int | None = None, num_stages: int = 1) -> int:
         return make_memory(size, descriptor, num_stages)
 
-    def view(self, descriptor: int, rank: int, size: int, num_stages: int = 1) -> MappedRankMemory:
-        return MappedRankMemory(descriptor, rank, size, num_stages)
+    def view(self, descriptor: int, rank: int, size: int, num_stages: int = 1, num_nodes: int = 1) -> MappedRankMemory:
+        return MappedRankMemory(descriptor, rank, size, num_stages, num_nodes)

@@ -34,6 +34,12 @@ def run(args: argparse.Namespace) -> int:
     for warning in secret_warnings(args):
         print(f"octavo: warning: {warning}", file=sys.stderr)
     settings, listener = configs[0].server, None
+    if settings.headless:
+        from octavo.build.serve_stages import serve_stages
+        from octavo.telemetry.logs import log_to_stderr
+
+        log_to_stderr(settings.log_level, settings.log_format)
+        serve_stages(configs[0])
     if settings.supervise is not None:
         from octavo_server.front.front_supervisor import listen, supervise
 

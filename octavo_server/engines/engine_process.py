@@ -288,8 +288,8 @@ def _default_build(settings: ModelSettings, expects_grammars: bool) -> Build:
         backend: EngineBackend = load(ENGINE_BACKENDS, settings.backend)
         return functools.partial(backend.build, on_lost=_end_as)
     phases = Phases()
-    size = settings.num_ranks
-    started = RankProcesses(size) if size > 1 and hasattr(os, "memfd_create") else None  # they import meanwhile
+    count = settings.ranks_per_node - 1  # they import meanwhile
+    started = RankProcesses(count) if settings.num_ranks > 1 and hasattr(os, "memfd_create") else None
     prepare_if_there_may_be_a_gpu(settings.device)
     with importing():
         from octavo.build.build_engine import build_engine  # imports torch, which the front process must never import

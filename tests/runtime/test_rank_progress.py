@@ -46,7 +46,7 @@ def found(memory: MappedRankMemory, code: str, stops: bool = False) -> tuple[int
         time.sleep(1)
         if stops:
             process.send_signal(signal.SIGSTOP)
-        progress, deadline = StalledRankFinder(memory, [process.pid]), time.monotonic() + 1.5
+        progress, deadline = StalledRankFinder(memory, {1: process.pid}), time.monotonic() + 1.5
         while time.monotonic() < deadline:
             if (stuck := progress.stuck()) is not None:
                 return stuck
@@ -90,12 +90,12 @@ def test_a_rank_of_a_stage_is_waited_for_while_it_works_and_not_while_it_waits_i
     assert waited_for() == [2, 3]
     memories[3].note(WAITS)
     assert waited_for() == [2]
-    memories[1].to_stages(lambda: None).write(b"output")
+    memories[1].to_stages(lambda: None)[0].write(b"output")
     assert waited_for() == [2, 3], "what rank 3 waits for is there"
     memories[3].from_stage(0, lambda: None).next()
     assert waited_for() == [2]
     memories[3].note(WAITS + 1)
-    memories[2].to_stages(lambda: None).write(b"output of another place")
+    memories[2].to_stages(lambda: None)[0].write(b"output of another place")
     assert waited_for() == [2]
     memories[3].note(WORKS)
     with ThreadPoolExecutor(2) as threads:

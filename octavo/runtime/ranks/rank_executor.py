@@ -66,7 +66,8 @@ class RankExecutor:
     def __init__(self, executor: Executor, memory: RankMemory) -> None:
         self._executor, self._memory = executor, memory
         self._collective = memory.collective
-        self._num_steps = 0
+        self.num_steps = 0
+        """Steps whose results are known."""
         self._digest = 0
         self._lag = LAG_AHEAD if executor.runs_ahead else memory.num_stages
 
@@ -107,15 +108,15 @@ class RankExecutor:
 
         The others know those, because no rank finishes a step before all have begun it.
         """
-        number, memory = self._num_steps, self._memory
+        number, memory = self.num_steps, self._memory
         drafts = itertools.chain.from_iterable(result.drafts)
         numbers = np.array([*result.tokens, *result.num_accepted, *drafts], np.int32)
         self._digest = zlib.crc32(numbers.tobytes(), self._digest)
-        memory.write_digest(number, self._digest)
-        self._num_steps += 1
+        memory.write_digest(memory.rank, number, self._digest)
+        self.num_steps += 1
         if (known := number - self._lag) < 0:
             return
-        for rank in range(memory.size):
+        for rank in memory.compared:
             if memory.digest(rank, known) != memory.digest(memory.rank, known):
                 raise RanksLost(f"ranks {memory.rank} and {rank} have different results in step {known}")
 

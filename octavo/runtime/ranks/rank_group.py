@@ -11,25 +11,26 @@ import logging
 import os
 import select
 import signal
+import sys
 import threading
 import time
 import weakref
-from collections.abc import Iterator, Sequence
-from multiprocessing.connection import Connection
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-import msgspec
 import torch
 
-from octavo.errors import CheckpointError, ConfigError, OctavoError, RanksLost
+from octavo.errors import RanksLost
 from octavo.ops.collective import Collective
 from octavo.ops.device_backend import RankMemory, SharedMemory
 from octavo.runtime.memory import Limits
+from octavo.runtime.ranks.node_link import NodeLink, Order, StageRelay
 from octavo.runtime.ranks.rank_executor import RankExecutor
 from octavo.runtime.ranks.rank_processes import RankProcesses
 from octavo.runtime.ranks.ranks import OnLost
 from octavo.runtime.ranks.stage_link import StageLink
+from octavo.runtime.ranks.start_messages import RankLayout, RankLoaded, RankReady, RankSettled, StartRank, hear, tell
 from octavo.steps.messages import Executor, Message, Reply, pack
 from octavo.telemetry.logs import current_format, current_level
 
@@ -39,98 +40,46 @@ STALL_SECONDS = 60.0
 """And when it used no processor time for so long; it may wait for a file or for a kernel that is being compiled."""
 LOOK_SECONDS = 0.5
 END_SECONDS = 10.0
-KINDS = {kind.__name__: kind for kind in (ConfigError, CheckpointError)}
 
 logger = logging.getLogger(__name__)
 
 
-class StartRank(msgspec.Struct, frozen=True, tag=True):
-    """The first message to a rank."""
-
-    rank: int
-    size: int
-    config: dict[str, Any]
-    """Settings by their flat names."""
-    num_stages: int
-    gpus: tuple[str, ...]
-    """Names of the GPUs that it sees, its own first; empty for ranks on CPUs."""
-    log_level: str
-    log_format: str
-
-
-class RankLoaded(msgspec.Struct, frozen=True, tag=True):
-    """A rank has loaded its weights."""
-
-    free: int
-    """Bytes of memory that are left."""
-
-
-class RankFailed(msgspec.Struct, frozen=True, tag=True):
-    """A rank cannot start."""
-
-    kind: str
-    """Name of the exception's class."""
-    message: str
-
-
-class RankSettled(msgspec.Struct, frozen=True, tag=True):
-    """The limits for which every rank allocates memory."""
-
-    limits: Limits
-
-
-class RankReady(msgspec.Struct, frozen=True, tag=True):
-    """A rank executes messages."""
-
-
-StartMessage = StartRank | RankLoaded | RankFailed | RankSettled | RankReady
-Expected = TypeVar("Expected", bound=StartMessage)
-_decoder: msgspec.msgpack.Decoder[StartMessage] = msgspec.msgpack.Decoder(StartMessage)
-
-
-def tell(connection: Connection, message: StartMessage) -> None:
-    """Send a message of the start."""
-    connection.send_bytes(msgspec.msgpack.encode(message))
-
-
-def hear(connection: Connection, kind: type[Expected]) -> Expected:
-    """Receive a message of the start. Raises ``EOFError``, or the error that the other end reports."""
-    message = _decoder.decode(connection.recv_bytes())
-    if isinstance(message, RankFailed):
-        raise KINDS.get(message.kind, OctavoError)(message.message)
-    assert isinstance(message, kind), f"expected {kind.__name__}, got {message}"
-    return message
-
-
 class RankGroup:
-    """The ranks but the first, told what to load and watched until ``end``; see ``Ranks``."""
+    """The processes of an engine's ranks on this host, told what to load and watched until ``end``; see ``Ranks``."""
 
     def __init__(
         self,
         config: dict[str, Any],
         processes: RankProcesses,
         shared: SharedMemory,
+        layout: RankLayout,
         gpus: Sequence[str] = (),
-        num_stages: int = 1,
+        nodes: Sequence[NodeLink] = (),
     ) -> None:
         """Returns while the ranks load their parts of the model; ``config`` are the settings by their flat names.
 
-        ``gpus`` are the names of the GPUs, which ranks share if there are fewer; empty for ranks on CPUs.
+        ``gpus`` are the names of the GPUs, which ranks share if there are fewer; empty for ranks on CPUs. ``nodes``: on
+        the first host the others, which load theirs meanwhile, on another host the first.
         """
-        size = processes.size
-        self.memory = shared.view(shared.make(size, processes.descriptor, num_stages), 0, size, num_stages)
+        size, ranks = layout.size, layout.others
+        descriptor = shared.make(size, processes.descriptor, layout.num_stages)
+        first = min(ranks, default=0) if layout.node else 0
+        self.memory = shared.view(descriptor, first, size, layout.num_stages, layout.num_nodes)
         processes.close_memory()
-        self._num_sharing = -(-size // max(1, len(gpus)))
-        self._watch = _Watch(self.memory, processes)
+        self._nodes = nodes if layout.node == 0 else ()
+        self._num_ordered = 0
+        self._num_sharing = -(-(size // layout.num_nodes) // max(1, len(gpus)))
+        self._watch = _Watch(self.memory, processes, ranks, nodes)
         self._finalizer = weakref.finalize(self, self._watch.end)
         """Also called when this object is collected or the interpreter exits."""
         self._watch.start()
+        links = dict.fromkeys(range(layout.num_nodes), nodes[0]) if layout.node else {link.node: link for link in nodes}
+        StageRelay(self.memory, layout.node, links, self._watch.check_running)
         with self._start_explained():
-            for rank, connection in enumerate(processes.connections, 1):
+            for rank, connection in zip(ranks, processes.connections, strict=True):
                 own_first = rank % len(gpus) if gpus else 0
                 seen = (*gpus[own_first:], *gpus[:own_first])
-                logs = current_level(), current_format()
-                tell(connection, StartRank(rank, size, config, num_stages, seen, *logs))
+                tell(connection, StartRank(rank, layout, config, seen, current_level(), current_format()))
 
     @property
     def collective(self) -> Collective:
@@ -144,21 +93,42 @@ class RankGroup:
     def least_free(self, free: int) -> int:
         """See ``Ranks``. Raises the error of a rank, or ``RanksLost``."""
         with self._start_explained():
-            loaded = [hear(connection, RankLoaded) for connection in self._watch.connections]
-        return min(free, *(rank.free for rank in loaded)) // self._num_sharing
+            loaded = [hear(connection, RankLoaded).free for connection in self._watch.connections]
+        own = min(free, *loaded, sys.maxsize) // self._num_sharing
+        return min(own, *(link.hear(RankLoaded).free for link in self._nodes), sys.maxsize)
 
     def settle(self, limits: Limits) -> None:
         """See ``Ranks``."""
         with self._start_explained():
             for connection in self._watch.connections:
                 tell(connection, RankSettled(limits))
+        for link in self._nodes:
+            link.tell(RankSettled(limits))
 
-    def executor(self, own: Executor) -> RanksExecutor:
-        """See ``Ranks``."""
+    def wait(self) -> None:
+        """Wait until all are ready."""
         with self._start_explained():
             for connection in self._watch.connections:
                 hear(connection, RankReady)
+        for link in self._nodes:
+            link.hear(RankReady)
+
+    def executor(self, own: Executor) -> RanksExecutor:
+        """See ``Ranks``."""
+        self.wait()
         return RanksExecutor(self, RankExecutor(own, self.memory))
+
+    def order(self, message: bytes, num_steps: int) -> None:
+        """Have the ranks of other hosts execute a message; the results of so many steps are known here.
+
+        The last host first: what the others compute for it must not be there before the message.
+        """
+        if not self._nodes:
+            return
+        digests = [(number, self.memory.digest(0, number)) for number in range(self._num_ordered, num_steps)]
+        self._num_ordered = num_steps
+        for link in reversed(self._nodes):
+            link.tell(Order(message, digests))
 
     def report_to(self, on_lost: OnLost | None) -> None:
         """See ``Ranks``. Raises ``RanksLost`` if one has ended."""
@@ -168,6 +138,11 @@ class RankGroup:
     def end(self) -> None:
         """See ``Ranks``."""
         self._finalizer()
+
+    @property
+    def problem(self) -> RanksLost | None:
+        """What has happened to a rank, if anything."""
+        return self._watch.problem
 
     def check(self) -> None:
         """Raise ``RanksLost`` if a rank has ended."""
@@ -209,7 +184,9 @@ class RanksExecutor:
     def send(self, message: Message) -> Reply[Any]:
         """See ``Executor``; raises ``RanksLost`` when a rank is gone or stuck."""
         self._group.check()
-        self._writer.write(pack(message))
+        packed = pack(message)
+        self._group.order(packed, self._own.num_steps)
+        self._writer.write(packed)
         with self._group.explained():
             return ExplainedReply(self._own.send(message), self._group)
 
@@ -229,14 +206,18 @@ class ExplainedReply:
 class _Watch:
     """The thread that watches the ranks; it holds no reference to the group."""
 
-    def __init__(self, memory: RankMemory, ranks: RankProcesses) -> None:
-        self.connections = ranks.connections
+    def __init__(
+        self, memory: RankMemory, processes: RankProcesses, ranks: Sequence[int], nodes: Sequence[NodeLink]
+    ) -> None:
+        self.connections = processes.connections
         self.lost = threading.Event()
         self.problem: RanksLost | None = None
         self.on_lost: OnLost | None = None
-        self._memory, self._ranks = memory, ranks
+        self._memory, self._ranks, self._numbers, self._nodes = memory, processes, ranks, nodes
         self._is_ending = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="octavo-ranks", daemon=True)
+        for link in nodes:
+            link.on_lost = self.lose
 
     def start(self) -> None:
         """Watch from now on."""
@@ -247,9 +228,17 @@ class _Watch:
         if self.problem is not None:
             raise self.problem
 
+    def check_running(self) -> None:
+        """Raise ``RanksLost`` if a rank or the group has ended."""
+        self.check()
+        if self._is_ending.is_set():
+            raise RanksLost("the engine has ended")
+
     def end(self) -> None:
-        """Kill the ranks."""
+        """Kill the ranks, and end the links."""
         self._is_ending.set()
+        for link in self._nodes:
+            link.close()
         for process in self._ranks.processes:
             process.kill()
         self._thread.join()
@@ -262,21 +251,25 @@ class _Watch:
             ends = [os.pidfd_open(process.pid) for process in processes]
             for end in ends:
                 descriptors.callback(os.close, end)
-            progress = StalledRankFinder(self._memory, [process.pid for process in processes])
+            pids = dict(zip(self._numbers, (process.pid for process in processes), strict=True))
+            progress = StalledRankFinder(self._memory, pids)
             while not select.select(ends, [], [], LOOK_SECONDS)[0]:
+                if self.problem is not None or self._is_ending.is_set():
+                    break
                 if (stuck := progress.stuck()) is not None:
                     rank, is_stopped = stuck
                     logger.error("rank %d makes no progress and is killed", rank)
-                    self._lose(rank, -signal.SIGKILL if is_stopped else 1, "makes no progress")
+                    self.lose(f"rank {rank} makes no progress", -signal.SIGKILL if is_stopped else 1)
                     break
-        for rank, process in enumerate(processes, 1):
+        for rank, process in zip(self._numbers, processes, strict=True):
             if self.problem is None and not self._is_ending.is_set() and (status := process.poll()) is not None:
-                self._lose(rank, status, f"ended ({_described(status)})")
+                self.lose(f"rank {rank} of the engine ended ({_described(status)})", status)
         for process in processes:
             process.kill()
 
-    def _lose(self, rank: int, status: int, problem: str) -> None:
-        self.problem = RanksLost(f"rank {rank} of the engine {problem}")
+    def lose(self, problem: str, status: int) -> None:
+        """Have all that wait for a rank fail, as it has ended with this status."""
+        self.problem = RanksLost(problem)
         self._memory.abort()
         self.lost.set()
         if self.on_lost is not None and not self._is_ending.is_set():
@@ -287,7 +280,8 @@ class _Watch:
 class StalledRankFinder:
     """Finds a rank that others wait for and that does nothing, such as one that was stopped by a signal."""
 
-    def __init__(self, memory: RankMemory, pids: Sequence[int]) -> None:
+    def __init__(self, memory: RankMemory, pids: Mapping[int, int]) -> None:
+        """``pids`` of the ranks."""
         self._memory, self._pids = memory, pids
         self._last: dict[int, tuple[object, float]] = {}
         """What each rank had done when it was last seen to make progress, and when that was."""
@@ -295,7 +289,7 @@ class StalledRankFinder:
     def stuck(self) -> tuple[int, bool] | None:
         """The rank that is stuck, and whether a signal stopped it; ``None`` if there is none."""
         now = time.monotonic()
-        for rank, pid in enumerate(self._pids, 1):
+        for rank, pid in self._pids.items():
             progress, is_waited_for = self._memory.progress(rank)
             time_used, is_stopped = processor_time(pid)
             done = progress, time_used

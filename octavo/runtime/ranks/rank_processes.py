@@ -1,4 +1,4 @@
-"""The processes of the ranks of an engine but the first: started early, as their imports take seconds, never left over.
+"""The processes of ranks, of an engine all but the first: started early, as imports take seconds, never left over.
 
 Nothing here imports torch, so that the first rank can import it while the others do.
 """
@@ -20,9 +20,9 @@ class RankProcesses:
     none is left over however this process ends.
     """
 
-    def __init__(self, size: int) -> None:
-        """Start those of ranks 1 to ``size`` - 1. Raises ``OSError`` if a process cannot be started."""
-        self.size = size
+    def __init__(self, count: int) -> None:
+        """Start so many. Raises ``OSError`` if a process cannot be started."""
+        self._count = count
         self.descriptor = os.memfd_create("octavo-ranks")
         """A file, empty at first, whose memory all ranks will share."""
         self.connections: list[Connection] = []
@@ -52,7 +52,7 @@ class RankProcesses:
 
     def _run(self) -> None:
         try:
-            for _ in range(1, self.size):
+            for _ in range(self._count):
                 self._start()
         except OSError as error:
             self._failure = error

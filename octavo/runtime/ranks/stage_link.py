@@ -30,7 +30,7 @@ class StageLink:
         residual stream."""
         self.stage = PipelineStage(memory.stage, memory.num_stages)
         self._memory, self._dtype, self._width = memory, dtype, width
-        self._writer = memory.to_stages(check)
+        self._writers = memory.to_stages(check)
         self._before = None if self.stage.is_first else memory.from_stage(self.stage.number - 1, check)
         self._last = None if self.stage.is_last else memory.from_stage(self.stage.count - 1, check)
         self._received = torch.empty(0, width, dtype=dtype)
@@ -52,7 +52,9 @@ class StageLink:
         if self._last is not None:
             rows = replace(rows, logits_indices_R=None)
         x_TD = forward(token_ids_T, positions_T, rows, *given)
-        self._writer.write(x_TD.contiguous().view(torch.uint8).numpy().tobytes())
+        content = x_TD.contiguous().view(torch.uint8).numpy().tobytes()
+        for writer in self._writers:
+            writer.write(content)
         return x_TD
 
     def finish(self, x_TD: Tensor) -> Tensor:
