@@ -19,6 +19,7 @@ from typing import Any
 
 from octavo.backend_settings import BACKENDS, check_backend, is_honoured
 from octavo.errors import ConfigError
+from octavo.parallel_settings import ParallelSettings, check_parallel
 from octavo.plugins import CPU, GPU
 from octavo.server_settings import ServerSettings
 from octavo.setting import Setting, setting
@@ -48,7 +49,7 @@ LOGPROBS_MODES = ("raw_logprobs", "processed_logprobs", "raw_logits", "processed
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelSettings:
+class ModelSettings(ParallelSettings):
     """The model and how to load it."""
 
     backend: str = setting(
@@ -96,54 +97,6 @@ class ModelSettings:
         "quantise the map to logits to int8 while loading, and an embedding that is tied to it; quantised ones stay",
     )
     device: str = setting("auto", "device to run on", ("auto", CPU, GPU))
-    tensor_parallel_size: int = setting(1, "processes among which every layer is divided, such as CPU sockets", low=1)
-    pipeline_parallel_size: int = setting(
-        1,
-        "groups of tensor_parallel_size processes that have some of the layers each, one group behind the other; for "
-        "CPUs",
-        low=1,
-    )
-    nnodes: int = setting(
-        1,
-        "hosts among which the groups of pipeline_parallel_size are divided; on each but the first runs `octavo serve "
-        "--headless` with its node_rank",
-        low=1,
-    )
-    node_rank: int = setting(0, "number of this host among those of nnodes; 0 serves HTTP", low=0)
-    master_addr: str = setting("127.0.0.1", "address of the host with node_rank 0, to which the others connect")
-    master_port: int = setting(29501, "port of master_addr", low=1, high=65535)
-    node_key: str | None = setting(None, "key that the hosts of nnodes share, which others do not know")
-    node_ssl_certfile: str | None = setting(
-        None, "certificate file of the host with node_rank 0; default: no TLS, for nodes on one machine"
-    )
-    node_ssl_keyfile: str | None = setting(None, "file of its private key; default: node_ssl_certfile")
-    node_ssl_ca_certs: str | None = setting(
-        None, "file of CAs that verify the host with node_rank 0; default: no TLS, for nodes on one machine"
-    )
-    decode_context_parallel_size: int = setting(
-        1,
-        "processes of tensor_parallel_size among which the KV cache of each sequence is divided, of those that would "
-        "hold the same keys and values, as with latent attention and few KV heads",
-        low=1,
-    )
-    enable_expert_parallel: bool = setting(
-        False,
-        "divide a mixture by experts: each process of tensor_parallel_size holds whole experts instead of a part of "
-        "each, and computes them for all tokens",
-    )
-    enable_dp_attention: bool = setting(
-        False,
-        "data-parallel attention: each sequence belongs to one of the tensor_parallel_size processes, which alone has "
-        "its KV cache and computes its attention; for CPUs",
-    )
-    enable_eplb: bool = setting(
-        False,
-        "with enable_expert_parallel, move experts between the processes while they serve, so that each computes about "
-        "as much: expert-parallel load balancing",
-    )
-    num_redundant_experts: int = setting(
-        0, "copies of experts that the processes of enable_eplb hold besides, of those that many tokens choose", low=0
-    )
     enable_lora: bool = setting(False, "serve LoRA adapters; a request selects one by its model name")
     lora_modules: str | None = setting(
         None, "LoRA adapters to load at startup, such as 'sql=/adapters/sql,fr=/adapters/fr'"
@@ -207,16 +160,6 @@ class ModelSettings:
     grpc_timeout: float = setting(
         30.0, "seconds that the worker of backend grpc may take for a step; then the engine connects again", low=0.001
     )
-
-    @property
-    def num_ranks(self) -> int:
-        """Processes among which the model is divided."""
-        return self.tensor_parallel_size * self.pipeline_parallel_size
-
-    @property
-    def ranks_per_node(self) -> int:
-        """Those of each host."""
-        return self.num_ranks // self.nnodes
 
 
 DEFAULT_OFFLOAD_GIB = 1.0
@@ -456,9 +399,13 @@ def _check_combinations(config: EngineConfig) -> None:
     if not cache.enable_prefix_caching and (cache.eviction_policy != "lru" or cache.enable_kv_events):
         raise ConfigError("eviction_policy and enable_kv_events need enable_prefix_caching")
     _check_quantization(config.model)
-    _check_ranks(config.model)
+    check_parallel(config.model)
+    if config.model.decode_context_parallel_size > 1 and config.model.enable_return_routed_experts:
+        raise ConfigError(
+            "decode_context_parallel_size and enable_return_routed_experts: blocks with a part of each context do not "
+            "keep what routers select"
+        )
     _check_apart(config.model, cache)
-    _check_nodes(config.model)
     _check_offload(config.model, cache)
     _check_role(config.model, cache)
     if isinstance(config, ServeConfig) and config.server.ssl_certfile is None:
@@ -494,19 +441,6 @@ def _check_quantization(model: ModelSettings) -> None:
         )
 
 
-def _check_ranks(model: ModelSettings) -> None:
-    size, num_parts = model.tensor_parallel_size, model.decode_context_parallel_size
-    if size % num_parts:
-        raise ConfigError(
-            f"decode_context_parallel_size: {num_parts} must divide tensor_parallel_size, which is {size}"
-        )
-    if num_parts > 1 and model.enable_return_routed_experts:
-        raise ConfigError(
-            "decode_context_parallel_size and enable_return_routed_experts: blocks with a part of each context do not "
-            "keep what routers select"
-        )
-
-
 def _check_apart(model: ModelSettings, cache: CacheSettings) -> None:
     """What does not go with processes of which each has some layers, or some sequences, alone."""
     others = "enable_lora", "merge_lora", "enable_return_routed_experts"
@@ -522,23 +456,6 @@ def _check_apart(model: ModelSettings, cache: CacheSettings) -> None:
         if cache.offload_memory is not None:
             name = "role" if cache.role != "both" else "kv_offload_memory and kv_offload_dir"
             raise ConfigError(f"{of_each} and {name}: blocks of several processes are not stored together")
-
-
-def _check_nodes(model: ModelSettings) -> None:
-    given = [item.name for item in dataclasses.fields(model) if item.name.startswith(("node_", "master_"))]
-    if model.nnodes == 1:
-        if changed := [name for name in given if getattr(model, name) != getattr(ModelSettings, name)]:
-            raise ConfigError(f"{changed[0]} needs nnodes, of at least 2")
-        return
-    if model.pipeline_parallel_size % model.nnodes:
-        raise ConfigError(
-            f"nnodes: {model.nnodes} must divide pipeline_parallel_size, which is {model.pipeline_parallel_size}: "
-            "each host has as many groups of layers"
-        )
-    if model.node_rank >= model.nnodes:
-        raise ConfigError(f"node_rank: must be at most {model.nnodes - 1}, as nnodes is {model.nnodes}")
-    if not model.node_key:
-        raise ConfigError("nnodes needs node_key, which the hosts share")
 
 
 def _check_headless(config: ServeConfig) -> None:

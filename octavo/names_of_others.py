@@ -31,8 +31,6 @@ FLAGS_OF_OTHERS = {
     "-tp": "tensor_parallel_size",  # vLLM
     "-pp": "pipeline_parallel_size",  # vLLM
     "--pp-size": "pipeline_parallel_size",  # SGLang
-    "-n": "nnodes",  # vLLM
-    "-r": "node_rank",  # vLLM
     "-dcp": "decode_context_parallel_size",  # vLLM
     "-dp": "data_parallel_size",  # vLLM
     "--dp-size": "data_parallel_size",  # SGLang

@@ -32,7 +32,7 @@ EXCEPTIONS = {("octavo/ray.py", "octavo_fleet")}
 BASE: list[set[str]] = [
     {"errors", "plugins"},
     {"setting", "speculative_config", "backend_settings", "names_of_others"},
-    {"model_info", "sampling_params", "server_settings"},
+    {"model_info", "sampling_params", "server_settings", "parallel_settings"},
     {"config"},
     {"system"},
     {"types"},
@@ -69,7 +69,7 @@ PLACES = {
 
 TORCH_FREE = {
     *("plugins", "backend_settings", "errors", "setting", "speculative_config", "sampling_params", "server_settings"),
-    "names_of_others",
+    *("names_of_others", "parallel_settings"),
     *("config", "types", "telemetry", "system"),
     *("steps", "text", "cache", "engine", "grammar", "images", "client"),
 }

@@ -23,6 +23,8 @@ from tests.tiers import one_in
 
 SETTINGS = list(settings(ServeConfig))
 SAMPLES: dict[type, Any] = {int: 3, float: 0.5, str: "text"}
+OF_HOSTS = (*("master_addr", "master_port", "node_key", "node_ssl_certfile", "node_ssl_keyfile", "node_ssl_ca_certs"),)
+HOSTS = ["--nnodes", "4", "--pipeline-parallel-size", "4", "--node-key", "text"]
 EXCLUSIVE = {
     *("num_kv_blocks", "enable_prefix_caching", "merge_lora", "isolate_keys", "tenant_by", *OWNERS),
     *("data_parallel_size", "backend", "upstream", "upstream_command", "upstream_api_key"),
@@ -30,6 +32,7 @@ EXCLUSIVE = {
     *("grpc_ssl_ca_certs", "grpc_api_key"),
     *("grpc_worker", "grpc_timeout"),
     *("decode_context_parallel_size", "pipeline_parallel_size", "enable_dp_attention"),
+    *("nnodes", "node_rank", "headless", *OF_HOSTS),
 }
 """Refused together with ``kv_cache_memory``, ``kv_offload_dir``, ``enable_kv_events``, ``tenant_header`` or
 ``enable_return_routed_experts`` (``enable_prefix_caching``: if off), or under policies or backends to which they do not
@@ -51,6 +54,10 @@ NEEDED = {
     "upstream_command": ["--backend", "openai", "--upstream", "http://127.0.0.1:1"],
     "upstream_api_key": ["--backend", "openai", "--upstream", "http://127.0.0.1:1"],
     "decode_context_parallel_size": ["--tensor-parallel-size", str(SAMPLES[int])],
+    **dict.fromkeys(OF_HOSTS, HOSTS),
+    "nnodes": ["--pipeline-parallel-size", str(SAMPLES[int]), "--node-key", "k"],
+    "node_rank": [*HOSTS, "--headless"],
+    "headless": [*HOSTS, "--node-rank", "1"],
     "quantize_lm_head": ["--quantization", "int8"],
     "tenant_by": ["--enable-lora"],
     "isolate_keys": ["--api-key-file", "keys"],

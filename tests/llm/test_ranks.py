@@ -6,6 +6,8 @@ import gc
 import json
 import os
 import signal
+import socket
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -37,8 +39,8 @@ def texts(llm: LLM, prompts: list[str] = PROMPTS, **params: Any) -> list[list[in
     return [list(result.outputs[0].token_ids) for result in llm.generate(prompts, sampling)]
 
 
-def ranks() -> list[int]:
-    children = psutil.Process().children(recursive=True)
+def ranks(of: psutil.Process | None = None) -> list[int]:
+    children = (of or psutil.Process()).children(recursive=True)
     return [child.pid for child in children if "octavo.rank_process" in child.cmdline()]
 
 
@@ -72,6 +74,12 @@ def test_stages_give_the_tokens_of_one_process_and_hold_a_part_of_the_layers(tmp
     [
         ({"pipeline_parallel_size": 3}, "pipeline_parallel_size: 3 is more than the model's 2 layers"),
         ({"enable_lora": True}, "pipeline_parallel_size and enable_lora"),
+        ({"nnodes": 3}, "nnodes: 3 must divide pipeline_parallel_size, which is 2"),
+        ({"nnodes": 2}, "nnodes needs node_key"),
+        ({"node_key": "k"}, "node_key needs nnodes"),
+        ({"nnodes": 2, "node_key": "k", "node_rank": 2}, "node_rank: must be at most 1"),
+        ({"nnodes": 2, "node_key": "k", "node_rank": 1}, "node_rank: this host computes for that with node_rank 0"),
+        ({"nnodes": 2, "node_key": "k", "master_addr": "10.0.0.7"}, "master_addr: .* needs node_ssl_certfile"),
         ({"kv_offload_memory": 0.01}, "pipeline_parallel_size and kv_offload_memory"),
         ({"speculative_config": '{"method": "mtp"}'}, '"mtp" needs pipeline_parallel_size 1'),
     ],
@@ -179,3 +187,28 @@ def test_a_lost_rank_is_an_error(tmp_path: Path) -> None:
         with pytest.raises(RanksLost, match=r"rank 1 of the engine ended \(killed by signal 9\)"):
             texts(llm)
         assert time.monotonic() - began < 30
+
+
+def test_stages_of_two_hosts_give_the_tokens_of_one_process(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path)
+    with make(tmp_path, 1) as one:
+        expected = texts(one)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = int(free.getsockname()[1])
+    hosts = {"pipeline_parallel_size": 2, "nnodes": 2, "node_key": "a key", "master_port": port}
+    given = {**hosts, "model": tmp_path, "device": "cpu", "node_rank": 1}
+    flags = [f"--{name.replace('_', '-')}={value}" for name, value in given.items()]
+    second = psutil.Popen([sys.executable, "-m", "octavo", "serve", "--headless", *flags])
+    try:
+        with make(tmp_path, 1, **hosts) as two:
+            assert texts(two) == expected
+            [rank] = ranks()
+            assert ranks(second) == [rank], "it is of the second host"
+            assert 2 * two.info.memory["kv_cache"] == one.info.memory["kv_cache"]
+        del two
+        gc.collect()
+        assert psutil.wait_procs([psutil.Process(rank)] if psutil.pid_exists(rank) else [], timeout=60)[1] == []
+        assert second.is_running(), "it waits for the next engine"
+    finally:
+        second.kill()
+        second.wait()

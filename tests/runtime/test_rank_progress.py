@@ -94,7 +94,7 @@ def test_a_rank_of_a_stage_is_waited_for_while_it_works_and_not_while_it_waits_i
     assert waited_for() == [2, 3], "what rank 3 waits for is there"
     memories[3].from_stage(0, lambda: None).next()
     assert waited_for() == [2]
-    memories[3].note(WAITS + 1)
+    memories[1].note(WAITS + 1)
     memories[2].to_stages(lambda: None)[0].write(b"output of another place")
     assert waited_for() == [2]
     memories[3].note(WORKS)

@@ -100,11 +100,12 @@ def make_engine(
     num_parts: int = 1,
     num_stages: int = 1,
     dp_attention: bool = False,
+    num_nodes: int = 1,
 ) -> Made:
     """An engine of the model in a folder or file, on one device or on ranks; ``runs_ahead``: with GPUs' executor.
 
     ``num_parts``: ranks that divide contexts, with as many positions in larger blocks. ``num_stages``: of ranks that
-    divide layers. ``dp_attention``: each rank has sequences of its own, and fewer blocks for them.
+    divide layers, on so many hosts. ``dp_attention``: each rank has sequences of its own, and fewer blocks for them.
     """
     num_parts, dp_ranks = min(num_parts, size), size if dp_attention else 1
     block_size, num_blocks = BLOCK_SIZE * num_parts, (NUM_BLOCKS if dp_ranks == 1 else FEW_BLOCKS) // num_parts
@@ -153,7 +154,7 @@ def make_engine(
 
     states = STATES if any(spec.state for spec in config.cache) else None
     storages: list[KVStorage] = []
-    executor: Any = make(None) if size * num_stages == 1 else make_ranks(size * num_stages, make, num_stages)
+    executor: Any = make(None) if size * num_stages == 1 else make_ranks(size * num_stages, make, num_stages, num_nodes)
     numbers: dict[str, int] = {}
     of_graphs = GraphLimits(LIMITS.max_num_seqs, LIMITS.max_num_batched_tokens, has_adapters=True)
     graphs = GraphDispatcher(of_graphs, uses_graphs=False)
@@ -218,8 +219,11 @@ def told(outputs: Iterator[Output]) -> tuple[dict[int, list[int]], list[float]]:
     return tokens, [number for own in every for number in own]
 
 
-def compare(home: Path, size: int, adapter: Path | None = None, num_stages: int = 1, **kinds: Any) -> None:
-    one, ranks = make_engine(home, 1, **kinds), make_engine(home, size, num_stages=num_stages, **kinds)
+def compare(
+    home: Path, size: int, adapter: Path | None = None, num_stages: int = 1, num_nodes: int = 1, **kinds: Any
+) -> None:
+    one = make_engine(home, 1, **kinds)
+    ranks = make_engine(home, size, num_stages=num_stages, num_nodes=num_nodes, **kinds)
     expected, expected_numbers = told(run(one, adapter))
     try:
         found, numbers = told(run(ranks, adapter))
@@ -284,26 +288,35 @@ WITHOUT_STAGES = ("gemma3n", "gemma4/own", "longcat", "zamba2")
 
 
 @pytest.mark.parametrize(
-    ("row", "size", "num_stages", "changes"),
+    ("row", "size", "num_stages", "num_nodes", "changes"),
     [
-        ("llama/gqa", 1, 3, {"num_hidden_layers": 5}),
-        ("qwen3_next/experts", 1, 2, {}),
+        ("llama/gqa", 1, 3, 3, {"num_hidden_layers": 5}),
+        ("qwen3_next/experts", 1, 2, 1, {}),
         *nightly_after(
             0,
             (
-                ("llama/gqa", 2, 2, {"num_hidden_layers": 3}),
-                *((row, 1, 2, {}) for row in FIRST_ROWS if not row.startswith(WITHOUT_STAGES)),
-                ("deepseek_v3/groups", 2, 2, {}),
-                ("mixtral/two_of_five", 2, 2, {}),
-                ("kimi_linear/experts", 2, 2, {}),
+                ("llama/gqa", 1, 3, 1, {"num_hidden_layers": 5}),
+                ("llama/gqa", 1, 4, 2, {"num_hidden_layers": 5}),
+                ("llama/gqa", 2, 2, 1, {"num_hidden_layers": 3}),
+                *((row, 1, 2, 1, {}) for row in FIRST_ROWS if not row.startswith(WITHOUT_STAGES)),
+                ("qwen3_next/experts", 1, 2, 2, {}),
+                ("deepseek_v3/groups", 2, 2, 2, {}),
+                ("mixtral/two_of_five", 2, 2, 1, {}),
+                ("kimi_linear/experts", 2, 2, 1, {}),
             ),
         ),
     ],
 )
 def test_stages_give_the_tokens_of_one_device(
-    row: str, size: int, num_stages: int, changes: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    row: str,
+    size: int,
+    num_stages: int,
+    num_nodes: int,
+    changes: dict[str, Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """``size``: ranks of each stage."""
+    """``size``: ranks of each stage; ``num_nodes``: hosts, with a link between them."""
     finish, pending = HostExecutor.finish_stage, list[int]()
 
     def counted(executor: Any, *begun: Any) -> Any:
@@ -312,7 +325,7 @@ def test_stages_give_the_tokens_of_one_device(
 
     monkeypatch.setattr(HostExecutor, "finish_stage", counted)
     make_checkpoint(tmp_path, row, **(sizes(row, 2) if size > 1 else {}), **changes)
-    compare(tmp_path, size, num_stages=num_stages)
+    compare(tmp_path, size, num_stages=num_stages, num_nodes=num_nodes)
     if row.startswith("llama") and size == 1:  # with drafts and recurrent states, one step is in flight
         assert max(pending) == num_stages - 1, "stages waited for each other"
 

@@ -4,10 +4,16 @@ from __future__ import annotations
 
 import os
 import queue
+import socket
 import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
+from octavo.config import ModelSettings
+from octavo.errors import RanksLost
+from octavo.runtime.ranks.node_link import NodeLink, NodeListener, StageRelay, join
 from octavo.runtime.ranks.rank_executor import Follower, RankExecutor
 from octavo.steps.messages import Executor, Message, Reply, pack, unpack
 from octavo_kernels.cpu.rank_memory import MappedRankMemory, make_memory
@@ -26,11 +32,17 @@ class ThreadRanks:
             for pair in zip(others, self._queues, strict=True)
         ]
         self.failures: list[Exception] = []
-        self._memory = memories[0]
+        self._memory, self._memories, self._num_sent = memories[0], memories, 0
+        self.links: list[NodeLink] = []
+        self.is_closed = False
         for thread in self._threads:
             thread.start()
 
     def send(self, message: Message) -> Reply[Any]:
+        for number in range(self._num_sent, self._own.num_steps):  # as orders to other hosts have them
+            for memory in self._memories:
+                memory.write_digest(0, number, self._memory.digest(0, number))
+        self._num_sent = self._own.num_steps
         for inbox in self._queues:
             inbox.put(pack(message))
         return self._own.send(message)
@@ -38,6 +50,9 @@ class ThreadRanks:
     def close(self) -> None:
         for inbox in self._queues:
             inbox.put(None)
+        self.is_closed = True
+        for link in self.links:
+            link.close()
         for thread in self._threads:
             thread.join(timeout=60)
             assert not thread.is_alive()
@@ -50,12 +65,43 @@ class ThreadRanks:
                 follower.execute(unpack(data))
         except Exception as error:
             self.failures.append(error)
-            self._memory.abort()
+            for memory in self._memories:
+                memory.abort()
 
 
-def make_ranks(size: int, make: Callable[[MappedRankMemory], Executor], num_stages: int = 1) -> ThreadRanks:
-    """``size`` ranks, whose executors ``make`` makes."""
-    descriptor = make_memory(size, num_stages=num_stages)
-    memories = [MappedRankMemory(descriptor, rank, size, num_stages) for rank in range(size)]
-    os.close(descriptor)
-    return ThreadRanks(memories, [make(memory) for memory in memories])
+def make_ranks(
+    size: int, make: Callable[[MappedRankMemory], Executor], num_stages: int = 1, num_nodes: int = 1
+) -> ThreadRanks:
+    """``size`` ranks, whose executors ``make`` makes. With ``num_nodes`` they share several memories, as on hosts, with
+    links between these."""
+    descriptors = [make_memory(size, num_stages=num_stages) for _ in range(num_nodes)]
+    per_node = size // num_nodes
+    memories = [
+        MappedRankMemory(descriptors[rank // per_node], rank, size, num_stages, num_nodes) for rank in range(size)
+    ]
+    for descriptor in descriptors:
+        os.close(descriptor)
+    ranks = ThreadRanks(memories, [make(memory) for memory in memories])
+    if num_nodes > 1:
+
+        def check() -> None:
+            if ranks.is_closed:
+                raise RanksLost("the test has ended")
+
+        down, up = connected(num_nodes)
+        ranks.links = [*down, *up]
+        StageRelay(memories[0], 0, {link.node: link for link in down}, check)
+        for node, link in enumerate(up, 1):
+            StageRelay(memories[node * per_node], node, dict.fromkeys(range(num_nodes), link), check)
+    return ranks
+
+
+def connected(num_nodes: int) -> tuple[list[NodeLink], list[NodeLink]]:
+    """Links of the first of so many hosts to the others, and of these to the first."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = int(free.getsockname()[1])
+    settings = ModelSettings(nnodes=num_nodes, node_key="a key", master_port=port)
+    with ThreadPoolExecutor(1) as threads:
+        down = threads.submit(NodeListener(settings).wait)
+        up = [join(replace(settings, node_rank=node)) for node in range(1, num_nodes)]
+        return down.result(), up
