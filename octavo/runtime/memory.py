@@ -208,8 +208,7 @@ def plan_memory(
     if settings.model.max_model_len is None:
         max_model_len = _longest_that_fits(pools, max_model_len, room if given is None else given * per_block)
     kept = pools.kept(max_model_len)[0]
-    num_here = num_ranks * len(stages) // settings.model.nnodes
-    most = (min(CPU_KV_MEMORY // num_here, room * CPU_KV_SHARE)) if device == "cpu" else room
+    most = min(CPU_KV_MEMORY // settings.model.ranks_per_node, room * CPU_KV_SHARE) if device == "cpu" else room
     num_blocks, num_snapshots = _divide(settings, pools, states, given, max_model_len, (int(most), room))
     kv_bytes, first_bytes = pools.num_bytes(num_blocks), pools.bytes_per_block[0]
     _check_fit(max_model_len, kept, num_blocks[0], block_size, first_bytes, room - kv_bytes)

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import mmap
 import os
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -65,7 +66,7 @@ class MappedRankMemory:
         self._per_node = size // num_nodes
         first_own = self.node_of(rank) * self._per_node
         own = range(first_own, first_own + self._per_node)
-        self.compared = sorted({0, *own})
+        self.compared: Sequence[int] = sorted({0, *own})
         self._listeners = [other for other in own if other]
         sizes = _part_sizes(size, num_stages)
         region = np.frombuffer(mmap.mmap(descriptor, sum(sizes)), np.uint8)
