@@ -59,9 +59,11 @@ class ExpertPlacement:
         W, own_P = len(self.experts_WP), self.experts_WP[self.rank]
         self.slot_X.fill_(-1)
         self.slot_X[own_P[own_P >= 0]] = torch.arange(len(own_P))[own_P >= 0]
-        for expert, ranks_W in enumerate(self.rank_XW):
-            holders = (self.experts_WP == expert).any(dim=1).nonzero()[:, 0]
-            ranks_W.copy_(holders[torch.arange(W) % len(holders)])
+        holds_XW = torch.zeros(len(self.slot_X) + 1, W, dtype=torch.bool)
+        holds_XW[self.experts_WP, torch.arange(W)[:, None]] = True  # -1: the last row, of no expert
+        holders_XW = holds_XW[:-1].byte().argsort(dim=1, descending=True, stable=True)
+        turns_XW = torch.arange(W) % holds_XW[:-1].sum(dim=1, keepdim=True)
+        self.rank_XW.copy_(holders_XW.gather(1, turns_XW))
 
 
 class ParallelMixture(ABC):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import re
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Protocol
 
@@ -77,6 +78,7 @@ class Tensors:
         self._source = source
         self._aliases = aliases
         self.names = source.names()
+        self._sorted = sorted(self.names)
         self._used: set[str] = set()
 
     @property
@@ -163,8 +165,13 @@ class Tensors:
         return scales
 
     def leave_out(self, *prefixes: str) -> None:
-        """Ignore tensors whose names start with one of these."""
-        self._used.update(name for name in self.names if name.startswith(prefixes))
+        """Ignore tensors whose names start with one of these. Costs O(log n) besides what it finds: a rank leaves out
+        each expert that it does not hold."""
+        for prefix in prefixes:
+            index = bisect_left(self._sorted, prefix)
+            while index < len(self._sorted) and self._sorted[index].startswith(prefix):
+                self._used.add(self._sorted[index])
+                index += 1
 
     def leave_out_zeros(self, name: str, shape: tuple[int, ...]) -> None:
         """Ignore this tensor, if it is there with this shape and without any number but zero."""

@@ -240,6 +240,9 @@ def test_copies_of_an_expert_take_turns(size: int) -> None:
     experts[0] = torch.tensor([1, 2, -1])
     placement.fill()
     assert (placement.rank_XW[0] != 0).all()
+    assert (placement.rank_XW[1:] == torch.arange(size)).all()
+    uneven = ExpertPlacement(torch.tensor([[1, 0], [-1, 1], [1, 2], [0, -1]]), 3, rank=1)
+    assert uneven.rank_XW.tolist() == [[0, 3, 0, 3], [0, 1, 2, 0], [2, 2, 2, 2]]
 
 
 def small_experts(number: str, X: int, D: int, F: int) -> Callable[[list[int], int], Mixture]:
