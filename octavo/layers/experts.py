@@ -17,7 +17,7 @@ from torch import Tensor
 from octavo import ops
 from octavo.layers.linear import Linear
 from octavo.ops.dispatch import REFERENCE
-from octavo.ops.grouped_linear import PackedGroups
+from octavo.ops.grouped_linear import TILE, PackedGroups
 from octavo.ops.moe import ExpertActivation, Experts, GroupedExperts, join_experts
 from octavo.quant.stored.packed import GroupedWeight, packs_groups
 from octavo.quant.stored.stored_weight import (
@@ -28,6 +28,9 @@ from octavo.quant.stored.stored_weight import (
     fill,
     make_weights,
 )
+
+PACKED_AT_ONCE = 1 << 28
+"""Entries of the matrices of experts that are packed together."""
 
 
 class Mixture(Protocol):
@@ -151,11 +154,19 @@ def _packed(stored: StoredExperts, form: WeightFormat) -> list[tuple[Linear, Lin
 
 
 def _joined(part: Callable[[int], Sequence[StoredWeight]], count: int, form: WeightFormat) -> PackedGroups | None:
-    """The packed matrices of all experts, one after the other; ``None`` if they cannot be packed alike."""
-    packed = []
-    for i in range(count):
-        weights = make_weights(part(i), form)
-        if len(weights) != 1 or not isinstance(weights[0], GroupedWeight):
+    """The packed matrices of all experts, one after the other; ``None`` if they cannot be packed alike.
+
+    Many are packed at a time: for each alone, kernels that start and answers of the device would take most of the time.
+    """
+    first = part(0)
+    rows, K = sum(piece.shape[0] for piece in first), first[0].shape[1]
+    if rows % TILE:
+        return None
+    at_once, packed = max(1, PACKED_AT_ONCE // (rows * K)), []
+    for start in range(0, count, at_once):
+        pieces = [piece for i in range(start, min(start + at_once, count)) for piece in part(i)]
+        weights = make_weights(pieces, form)
+        if len(weights) != 1 or not isinstance(weights[0], GroupedWeight) or weights[0].packed.order_K is not None:
             return None
         packed.append(weights[0].packed)
     return join_experts(packed)

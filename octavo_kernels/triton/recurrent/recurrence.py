@@ -50,6 +50,37 @@ ANY = 2**31 - 1
 
 
 @triton.jit
+def _query_and_key(
+    q_ptr: tl.tensor, k_ptr: tl.tensor, at: tl.tensor, is_key: tl.tensor, K: tl.constexpr, IS_DELTA: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor]:  # fmt: skip
+    """Of a row and head, normalised for the delta rules."""
+    q, k = load_row(q_ptr + at, is_key, ACTIVATION), load_row(k_ptr + at, is_key, ACTIVATION)
+    if IS_DELTA:
+        q *= tl.rsqrt(tl.sum(q * q, 0) + EPS) * (K**-0.5)
+        k *= tl.rsqrt(tl.sum(k * k, 0) + EPS)
+    return q, k
+
+
+@triton.jit
+def _norm_rows(
+    sums_ptr: tl.tensor, gate_ptr: tl.tensor, gate_stride: tl.tensor, factor_ptr: tl.tensor, out_ptr: tl.tensor,
+    first: tl.tensor, end: tl.tensor, n: tl.tensor, place: tl.tensor, eps: tl.tensor, N: tl.constexpr, V: tl.constexpr,
+    WIDTH: tl.constexpr, GATE: tl.constexpr,
+) -> None:  # fmt: skip
+    """The outputs of head n of some rows, normalised and gated."""
+    v_V = tl.arange(0, WIDTH)
+    norm = load_row(factor_ptr + v_V, v_V < V, None)
+    t = first.to(tl.int64)
+    for _ in range(first, end):
+        out = tl.load(sums_ptr + (t * N + n) * V + v_V, mask=v_V < V, other=0.0)
+        gate = load_row(gate_ptr + t * gate_stride + n * V + v_V, v_V < V, None)
+        out = normed(out, gate, norm, eps, V, GATE).to(out_ptr.dtype.element_ty)
+        tl.store(out_ptr + (t * N + place) * V + v_V, out, mask=v_V < V)
+        t += 1
+
+
+@triton.jit
 def recurrence_kernel(
     q_ptr: tl.tensor, k_ptr: tl.tensor, v_ptr: tl.tensor, row_stride: tl.tensor, dt_ptr: tl.tensor,
     dt_stride: tl.tensor, beta_ptr: tl.tensor, beta_stride: tl.tensor, gate_ptr: tl.tensor, gate_stride: tl.tensor,
@@ -85,13 +116,9 @@ def recurrence_kernel(
             t = first.to(tl.int64)
             for _ in range(first, end):
                 row = t * row_stride
-                q = load_row(q_ptr + row + head * K + k_K, is_key, ACTIVATION)
-                k = load_row(k_ptr + row + head * K + k_K, is_key, ACTIVATION)
+                q, k = _query_and_key(q_ptr, k_ptr, row + head * K + k_K, is_key, K, IS_DELTA, ACTIVATION)
                 v = load_row(v_ptr + row + n * V + v_B, is_value, ACTIVATION)
                 u = v
-                if IS_DELTA:
-                    q *= tl.rsqrt(tl.sum(q * q, 0) + EPS) * (K**-0.5)
-                    k *= tl.rsqrt(tl.sum(k * k, 0) + EPS)
                 if RULE <= 2:
                     dt = dt_ptr + t * dt_stride
                     step, exponent = step_and_exponent(dt, bias, rate, n, k_K, is_key, low, high, RULE, K, LOWEST)
@@ -116,15 +143,9 @@ def recurrence_kernel(
             tl.store(state_ptr + at_KB, state_KB.to(state_ptr.dtype.element_ty), mask=is_in)
         if IS_DELTA:
             tl.debug_barrier()  # all threads have stored their sums before one of them loads those of others
-            v_V = tl.arange(0, OWN)
-            norm = load_row(factor_ptr + v_V, v_V < V, None)
-            t = first.to(tl.int64)
-            for _ in range(first, end):
-                out = tl.load(sums_ptr + (t * N + n) * V + v_V, mask=v_V < V, other=0.0)
-                gate = load_row(gate_ptr + t * gate_stride + n * V + v_V, v_V < V, None)
-                out = normed(out, gate, norm, eps, V, GATE).to(out_ptr.dtype.element_ty)
-                tl.store(out_ptr + (t * N + place) * V + v_V, out, mask=v_V < V)
-                t += 1
+            _norm_rows(
+                sums_ptr, gate_ptr, gate_stride, factor_ptr, out_ptr, first, end, n, place, eps, N, V, OWN, GATE
+            )  # fmt: skip
 
 
 def recur(inputs: Inputs, state: Tensor, rows: StateRows) -> Tensor:
