@@ -16,6 +16,7 @@ from starlette.responses import Response
 from octavo.errors import ContextLengthExceeded, InvalidParameter, RequestError
 from octavo.sampling_params import MAX_STOP_STRINGS
 from octavo.text.tokenizer import Tokenizer
+from octavo_server.dialects.chat_reply import FieldNames
 from octavo_server.dialects.openai.completions import CompletionBody, client_request
 from octavo_server.dialects.openai.fields import sampling
 from octavo_server.dialects.tei.endpoints import description, embed, predict
@@ -34,6 +35,12 @@ SAMPLING = ("temperature", "top_k", "top_p", "typical_p")
 """Parameters that ask for random tokens; without them and ``do_sample`` the most likely ones are taken."""
 REFUSED = ("decoder_input_details", "top_n_tokens", "truncate", "typical_p", "watermark")
 GRAMMARS = {"json": "guided_json", "json_schema": "guided_json", "regex": "guided_regex"}
+IN_WORDS = FieldNames(
+    {name: f"parameters.{name}" for name in (*SAMPLING, "repetition_penalty", "frequency_penalty", "seed", "stop")}
+    | {**dict.fromkeys(GRAMMARS.values(), "parameters.grammar"), "max_tokens": "parameters.max_new_tokens"}
+    | {"model": "parameters.adapter_id", "prompt": "inputs"}
+).in_errors
+"""Lets errors name the fields of this API."""
 
 
 ERRORS = typed_errors("TGIError", ("overloaded", "validation", "generation"), ("/", "/generate_stream"))
@@ -81,7 +88,8 @@ async def _translate(body: TGIBody, services: ModelServices, request: Request) -
 def continuation(body: TGIBody, services: ModelServices, request: Request, is_list: bool = True) -> Submission:
     """The request; unstreamed its answer is an object, or a list of one if ``is_list``. Raises ``RequestError``."""
     tokenizer = services.need_tokenizer("inputs")
-    submitted = client_request(_completion(body, services), services, request)
+    with IN_WORDS():
+        submitted = client_request(_completion(body, services), services, request)
     image_text = services.admission.image_text
     if image_text is not None and MARKDOWN_IMAGE.search(body.inputs):
         text = MarkedText(body.inputs, image_text, "inputs")
@@ -91,6 +99,7 @@ def continuation(body: TGIBody, services: ModelServices, request: Request, is_li
         answer=lambda generation: TGIAnswer(body, tokenizer, is_list),
         is_streamed=body.stream,
         stream=TGIStream,
+        in_words=IN_WORDS,
     )
 
 

@@ -21,6 +21,13 @@ LATEST = ":latest"
 """The tag that clients add to a name without one."""
 SAMPLING = {option.ollama: name for name, option in OPTIONS.items() if option.ollama}
 """Names of options here, and those of ``SamplingParams``."""
+NAMES = {
+    **{name: f"options.{here}" for here, name in SAMPLING.items()},
+    "max_tokens": "options.num_predict",
+    "stop": "options.stop",
+    "response_format": "format",
+}
+"""What fields of completions and chat completions are called here."""
 LEAST_SHARE = 1e-6
 ABOUT_LOADING = frozenset(
     {
@@ -144,6 +151,8 @@ def _checked(name: str, here: str, value: Any) -> Any:
 
 def _limit(limit: Any) -> int:
     """``num_predict`` as ``max_tokens``: 0 and below are as many as fit. Raises ``InvalidParameter``."""
+    if isinstance(limit, float) and limit.is_integer():
+        limit = int(limit)
     if isinstance(limit, bool) or not isinstance(limit, int):
         raise InvalidParameter("options", "'options.num_predict' must be a number of tokens, or -1 for as many as fit.")
     return limit if limit > 0 else NO_LIMIT

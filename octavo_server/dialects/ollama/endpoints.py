@@ -15,6 +15,7 @@ from octavo_server.admission import ClientRequest
 from octavo_server.dialects.chat_reply import ChatReply, FieldNames, submission
 from octavo_server.dialects.ollama.answer import ERRORS, LineStream, OllamaAnswer, as_message, as_response, now
 from octavo_server.dialects.ollama.body import (
+    NAMES,
     CommonBody,
     OllamaChatBody,
     OllamaGenerateBody,
@@ -44,7 +45,7 @@ async def _translate_chat(body: OllamaChatBody, services: ModelServices, request
     def answer(reply: ChatReply) -> OllamaAnswer:
         return OllamaAnswer(reply.pieces, reply.logprobs, body, names, as_message, request.state.started)
 
-    return submission(services, chat_body(body, services), request, answer, LineStream)
+    return submission(services, chat_body(body, services), request, answer, LineStream, FieldNames(NAMES))
 
 
 async def _translate_generate(
@@ -61,16 +62,21 @@ async def _translate_generate(
     if body.raw or services.chat_template.source is None:
         if body.images:
             raise UnsupportedParameter("images", "'images' need a chat template, and no 'raw'.")
+        in_words = FieldNames({**NAMES, "logprobs": "top_logprobs"}).in_errors
+        with in_words():
+            continuation = _continuation(body, services, request)
         return Submission(
-            request=_continuation(body, services, request),
+            request=continuation,
             answer=lambda generation: answer(*_plain_pieces(generation.choices[0], body.return_token_ids)),
             is_streamed=body.stream,
             stream=LineStream,
             is_large=body.logprobs,
-            in_words=FieldNames({"logprobs": "top_logprobs"}).in_errors,
+            in_words=in_words,
         )
     chat = generate_chat_body(body, services)
-    return submission(services, chat, request, lambda reply: answer(reply.pieces, reply.logprobs), LineStream)
+    places = ["system", "prompt"][-len(chat.messages) :]
+    own = FieldNames({**NAMES, "messages": "prompt"}, {"messages": places}, {".content": ""})
+    return submission(services, chat, request, lambda reply: answer(reply.pieces, reply.logprobs), LineStream, own)
 
 
 def _continuation(body: OllamaGenerateBody, services: ModelServices, request: Request) -> ClientRequest:

@@ -81,6 +81,8 @@ def test_events(server: Served) -> None:
         ({"grammar": {"type": "ebnf", "value": "x"}}, "parameters.grammar"),
         ({"max_new_tokens": 10**6}, "tokens"),
         ({"temperature": "hot"}, "parameters.temperature"),
+        ({"temperature": 101}, "parameters.temperature"),
+        ({"max_new_tokens": 2**31}, "parameters.max_new_tokens"),
     ],
 )
 def test_what_is_refused(server: Served, parameters: dict[str, Any], named: str) -> None:

@@ -62,7 +62,7 @@ def test_a_chat_and_its_stream(server: Served) -> None:
 
 
 def test_lines(server: Served) -> None:
-    answer = post(server, messages=MESSAGES, options={"num_predict": 2})
+    answer = post(server, messages=MESSAGES, options={"num_predict": 2.0})
     assert answer.headers["content-type"] == "application/x-ndjson"
     lines = [json.loads(line) for line in answer.text.splitlines()]
     for line in lines:
@@ -194,7 +194,11 @@ def test_an_unknown_model_is_an_error(server: Served) -> None:
         ("chat", {"messages": [{"role": "user", "content": "Hi", "images": ["AAAA"]}]}, "messages[0].images"),
         ("chat", {"messages": [{"role": "assistant", "tool_calls": [3]}]}, "messages[0].tool_calls"),
         ("chat", {"messages": MESSAGES, "options": {"num_predict": 1.5}}, "options.num_predict"),
+        ("chat", {"messages": MESSAGES, "options": {"num_predict": 2**31}}, "options.num_predict"),
         ("chat", {"messages": MESSAGES, "options": {"temperature": "hot"}}, "options.temperature"),
+        ("chat", {"messages": MESSAGES, "options": {"repeat_penalty": -1}}, "options.repeat_penalty"),
+        ("generate", {"prompt": "Hi", "raw": True, "options": {"repeat_penalty": -1}}, "options.repeat_penalty"),
+        ("generate", {"prompt": "Hi" * 600}, "length of the prompt"),
         ("chat", {"messages": MESSAGES, "options": {"stop": [1]}}, "options.stop"),
         ("chat", {"messages": MESSAGES, "options": {"top_k": 1.5}}, "options.top_k"),
         ("chat", {"messages": MESSAGES, "format": "xml"}, "format"),
