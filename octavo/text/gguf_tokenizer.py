@@ -41,6 +41,8 @@ _TEKKEN = "|".join((_LOWER_WORD, _UPPER_WORD, r"\p{N}", _MARKS_AND_SLASHES, _SPA
 _GPT4O = "|".join(
     (f"{_LOWER_WORD}{_CONTRACTION}?", f"{_UPPER_WORD}{_CONTRACTION}?", r"\p{N}{1,3}", _MARKS_AND_SLASHES, _SPACES)
 )
+_JAIS2_SPACES = (*(rf"\s{{{1 << bits}}}(?!\S)" for bits in range(9, 1, -1)), r"\s{1,2}(?!\S)", r"\s")
+_JAIS2 = "|".join((_CONTRACTION, _LETTERS, r"\p{N}{1,3}", _MARKS, r"\s*[\r\n]+", *_JAIS2_SPACES))
 _KIMI_UPPER, _KIMI_LOWER = (f"{letters[:-1]}&&[^\\p{{Han}}]]" for letters in (_UPPER, _LOWER))
 _KIMI = "|".join(
     (
@@ -161,6 +163,8 @@ WORD_RULES = {
     "viking": WordRule((_BLOOM, r"\p{N}")),
     "hunyuan-dense": WordRule(_DEEPSEEK_V3),
     "afmoe": WordRule(_AFMOE),
+    "jais-2": WordRule((_JAIS2,)),
+    "laguna": WordRule((r"[^\n]+|\n+", _QWEN2)),
     "joyai-llm": WordRule(_DEEPSEEK_V3),
     "falcon": WordRule(_FALCON),
     "seed-coder": WordRule((_SEED,)),

@@ -34,7 +34,9 @@ DECODERS = {
     "hunyuan_v1_moe": "HUNYUAN_MOE",
     "hy_v3": "DOTS1",
     "jais2": "JAIS2",
+    "laguna": "STEP35",
     "llama4_text": "LLAMA4",
+    "mellum": "QWEN3MOE",
     "mimo_v2_flash": "MIMO2",
     "minicpm": "MINICPM",
     "minimax_m2": "MINIMAXM2",
@@ -52,10 +54,10 @@ DECODERS = {
     "starcoder2": "STARCODER2",
     "step3p5": "STEP35",
 }
-WRITTEN = {"cohere2_moe": "cohere2moe", "hy_v3": "hy_v3"}
+WRITTEN = {"cohere2_moe": "cohere2moe", "hy_v3": "hy_v3", "laguna": "laguna", "mellum": "mellum"}
 """Architectures that the package does not know: their names, with the tensors of a known one."""
 PERMUTED = ("arcee", "granite", "granitemoe", "granitemoeshared", "minicpm", "ministral3", "olmo", "smollm3")
-LISTED = ("afmoe", "cohere2_moe", "exaone4", "exaone_moe", "mimo_v2_flash", "olmo3", "step3p5")
+LISTED = ("afmoe", "cohere2_moe", "exaone4", "exaone_moe", "mellum", "mimo_v2_flash", "olmo3", "step3p5")
 """Those whose files say which layers have windows."""
 SIGMOID = ("afmoe", "bailing_moe_v2", "dots1", "exaone_moe", "glm4_moe", "hy_v3", "mimo_v2_flash", "minimax_m2")
 
@@ -117,10 +119,7 @@ def write_decoder_keys(writer: gguf.GGUFWriter, kind: str, config: dict[str, Any
     writer.add_block_count(layers)
     writer.add_context_length(first("max_position_embeddings", "seq_length", "max_seq_len") or 2048)
     writer.add_embedding_length(hidden)
-    own = config.get("per_layer_config", {}) if kind == "step3p5" else {}
-    writer.add_head_count(
-        [own.get(str(i), {}).get("num_attention_heads", heads) for i in range(layers)] if own else heads
-    )
+    writer.add_head_count(_heads_of_layers(kind, config, layers) or heads)
     if (eps := first("layer_norm_epsilon", "layer_norm_eps", "norm_eps", "norm_epsilon")) is not None or kind == "olmo":
         writer.add_layer_norm_eps(eps or 1e-5)
     if config.get("rms_norm_eps") is not None:
@@ -147,6 +146,13 @@ def write_decoder_keys(writer: gguf.GGUFWriter, kind: str, config: dict[str, Any
     if kind == "apertus":
         writer.add_xielu_beta([0.5] * layers)
         writer.add_xielu_eps([-1e-6] * layers)
+    if kind == "laguna":
+        writer.add_expert_shared_feed_forward_length(config["shared_expert_intermediate_size"])
+        writer.add_expert_weights_scale(config["moe_routed_scaling_factor"])
+        writer.add_expert_weights_norm(True)
+        writer.add_leading_dense_block_count(config["mlp_layer_types"].index("sparse"))
+        writer.add_sliding_window_pattern(2)
+        writer.add_rope_dimension_count_swa(config["head_dim"])
     if kind == "step3p5":
         writer.add_expert_shared_feed_forward_length(config["share_expert_dim"])
         writer.add_expert_weights_scale(config["moe_router_scaling_factor"])
@@ -158,6 +164,14 @@ def write_decoder_keys(writer: gguf.GGUFWriter, kind: str, config: dict[str, Any
     if kind == "mpt":
         writer.add_clamp_kqv(config["attn_config"]["clip_qkv"])
         writer.add_max_alibi_bias(config["attn_config"]["alibi_bias_max"])
+
+
+def _heads_of_layers(kind: str, config: dict[str, Any], layers: int) -> list[int] | None:
+    """The query heads of each layer, of families whose files have them."""
+    if kind != "step3p5":
+        return config.get("num_attention_heads_per_layer")
+    own = (config["per_layer_config"].get(str(i), {}) for i in range(layers))
+    return [part.get("num_attention_heads", config["num_attention_heads"]) for part in own]
 
 
 def _write_heads(writer: gguf.GGUFWriter, kind: str, config: dict[str, Any], hidden: int, heads: int) -> None:

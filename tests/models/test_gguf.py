@@ -115,6 +115,8 @@ ROWS: dict[str, dict[str, Any]] = {
     "hunyuan_v1_moe/shared": {},
     "hy_v3/shared": {},
     "jais2/biases": {},
+    "laguna/gated_heads": {},
+    "mellum/windows": {"mlp_layer_types": ["sparse"] * 3},
     "llama4/scaled_inputs": {
         **dict.fromkeys(("no_rope_layers", "layer_types", "moe_layers")),
         "num_hidden_layers": 5,

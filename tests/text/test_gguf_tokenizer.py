@@ -193,6 +193,18 @@ def byte_level_reference(name: str) -> Any:
     return backend
 
 
+@pytest.mark.parametrize(
+    ("rule", "text", "words"),
+    [
+        ("jais-2", "a" + 7 * " " + "b1234", ["a", "ĠĠĠĠ", "ĠĠ", "Ġb", "123", "4"]),
+        ("laguna", "a\n\nb !\n12", ["a", "ĊĊ", "b", "Ġ!", "Ċ", "1", "2"]),
+    ],
+)
+def test_words_that_spaces_and_ends_of_lines_divide(rule: str, text: str, words: list[str]) -> None:
+    cut = word_rule(rule, "").pre_tokenizer(add_prefix_space=False)
+    assert [word for word, _ in cut.pre_tokenize_str(text)] == words
+
+
 def test_words_of_kimi() -> None:
     """Chinese characters are words of their own, and a contraction belongs to its word."""
     cut = word_rule("kimi-k2", "").pre_tokenizer(add_prefix_space=False)

@@ -7,6 +7,7 @@ from octavo.weights.gguf.gguf_decoders import (
     FULL,
     HUNYUAN,
     LAYER_NORM,
+    PATTERN,
     SLIDING,
     drop,
     read_granite,
@@ -62,6 +63,16 @@ def _list_sparse_layers(config: Config) -> None:
     """Say of each layer what ``first_k_dense_replace`` says of the first."""
     first = config.pop("first_k_dense_replace")
     config["mlp_layer_types"] = ["dense" if i < first else "sparse" for i in range(config["num_hidden_layers"])]
+
+
+def split_ropes(data: Metadata, config: Config, local_share: float | None = None, theta: float | None = None) -> None:
+    """Rotary keys of layers without windows, and of those with: not scaled, by default with the others' ``theta`` and
+    as large a part of a head."""
+    base, share = config.pop("rope_theta"), config.pop("partial_rotary_factor", 1.0)
+    local = {"rope_type": "default", "rope_theta": data.real("rope.freq_base_swa", theta or base)}
+    full = {**(config.pop("rope_scaling") or {"rope_type": "default"}), "rope_theta": base}
+    shares = {FULL: (full, share), SLIDING: (local, local_share or share)}
+    config["rope_parameters"] = {kind: {**of, "partial_rotary_factor": part} for kind, (of, part) in shares.items()}
 
 
 GLM4V_MOE = "Glm4vMoeForConditionalGeneration"
@@ -218,10 +229,8 @@ def _mimo2(data: Metadata, config: Config) -> None:
     if data.has("attention.value_scale"):
         config["attention_value_scale"] = data.real("attention.value_scale")
     _list_sparse_layers(config)
-    part = {"rope_type": "default", "partial_rotary_factor": config.pop("partial_rotary_factor", 1.0)}
-    thetas = {FULL: config.pop("rope_theta"), SLIDING: data.real("rope.freq_base_swa", 10_000.0)}
-    config["rope_parameters"] = {kind: {**part, "rope_theta": theta} for kind, theta in thetas.items()}
-    drop(config, "rope_scaling", "n_shared_experts")
+    split_ropes(data, config, theta=10_000.0)
+    drop(config, "n_shared_experts")
 
 
 def _qwen3vl_moe(data: Metadata, config: Config) -> None:
@@ -258,19 +267,41 @@ def _step3p5(data: Metadata, config: Config) -> None:
     config["use_head_wise_attn_gate"] = "blk.0.attn_gate.weight" in tensors
     for key, name in (("swiglu_clamp_exp", "swiglu_limits"), ("swiglu_clamp_shexp", "swiglu_limits_shared")):
         config[name] = data.array(key)[:count] if data.has(key) else None
-    part, scaling = config.pop("partial_rotary_factor", 1.0), config.pop("rope_scaling") or {"rope_type": "default"}
-    if "factors" in scaling:
-        scaling["factors"] = scaling["factors"][: len(scaling["factors"]) // 2]
-    theta = config.pop("rope_theta")
-    local = {
-        "rope_theta": data.real("rope.freq_base_swa", theta),
-        "rope_type": "default",
-        "partial_rotary_factor": part,
-    }
-    full = {**scaling, "rope_theta": theta, "partial_rotary_factor": part / 2}
-    config["rope_parameters"] = {FULL: full, SLIDING: local}
+    if "factors" in (config["rope_scaling"] or {}):
+        factors = config["rope_scaling"]["factors"]
+        config["rope_scaling"]["factors"] = factors[: len(factors) // 2]
+    share = config.pop("partial_rotary_factor", 1.0)
+    config["partial_rotary_factor"] = share / 2
+    split_ropes(data, config, share)
     config["norms_include_one"], config["has_separate_experts"] = True, True
     drop(config, "n_shared_experts", "n_group", "topk_group", "attention_bias")
+
+
+def _laguna(data: Metadata, config: Config) -> None:
+    """Every so many-th layer from the first on has no window, and other heads."""
+    count = config["num_hidden_layers"]
+    config["num_attention_heads_per_layer"] = data.counts("attention.head_count", count)
+    read_sparse(data, config, head_dim=data.count("attention.key_length"))
+    if not config.pop("norm_topk_prob"):
+        data.fail("expert_weights_norm", "must be true")
+    _list_sparse_layers(config)
+    width, every = data.count("attention.value_length", config["head_dim"]), data.count(PATTERN, 4)
+    window = data.count("attention.sliding_window", 0, low=0)
+    config["layer_types"] = [SLIDING if window and i % every else FULL for i in range(count)]
+    config["sliding_window"] = window or None
+    config["num_experts"] = config.pop("n_routed_experts")
+    config["shared_expert_intermediate_size"] = data.count("expert_shared_feed_forward_length")
+    config["moe_routed_scaling_factor"] = config.pop("routed_scaling_factor")
+    heads = config["num_attention_heads_per_layer"][0]
+    config["gating"] = "per-head" if data.rows("blk.0.attn_gate.weight") == heads else "per-element"
+    split_ropes(data, config, data.count("rope.dimension_count_swa", width) / width)
+    drop(config, "n_shared_experts", "n_group", "topk_group", "attention_bias")
+
+
+def _mellum(data: Metadata, config: Config) -> None:
+    read_qwen_moe(data, config)
+    read_windows(data, config, every=4)
+    split_ropes(data, config)
 
 
 MINIMAX = {**MIXTRAL.layer, **HEAD_NORMS, "exp_probs_b": "block_sparse_moe.e_score_correction_bias"}
@@ -319,6 +350,11 @@ STEP = {
     "attn_gate": "self_attn.g_proj",
     "exp_probs_b": "moe.router_bias",
 }
+LAGUNA = {
+    **{name: own.replace("shared_experts", "shared_expert") for name, own in GLM.items()},
+    "attn_gate": "self_attn.g_proj",
+    "exp_probs_b": "mlp.experts.e_score_correction_bias",
+}
 MIMO = {**GLM, "attn_sinks": "self_attn.attention_sink_bias"}
 
 MIXTURES: dict[str, GgufFamily] = {
@@ -343,7 +379,9 @@ MIXTURES: dict[str, GgufFamily] = {
         "HunYuanMoEV1ForCausalLM", {**HUNYUAN, **EXPERTS, **HUNYUAN_SHARED, "ffn_gate_inp": "mlp.gate.wg"}, _hunyuan_moe
     ),
     "hy_v3": GgufFamily("HYV3ForCausalLM", HY, _hy_v3),
+    "laguna": GgufFamily("LagunaForCausalLM", LAGUNA, _laguna, heads_differ=True),
     "llama4": GgufFamily("Llama4ForCausalLM", LLAMA4, _llama4),
+    "mellum": GgufFamily("MellumForCausalLM", {**LLAMA, **HEAD_NORMS, **EXPERTS}, _mellum),
     "mimo2": GgufFamily("MiMoV2FlashForCausalLM", MIMO, _mimo2),
     "minimax-m2": GgufFamily("MiniMaxM2ForCausalLM", MINIMAX, _minimax_m2),
     "mistral4": GgufFamily(
