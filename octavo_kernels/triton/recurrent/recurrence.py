@@ -65,10 +65,10 @@ def _query_and_key(
 @triton.jit
 def _norm_rows(
     sums_ptr: tl.tensor, gate_ptr: tl.tensor, gate_stride: tl.tensor, factor_ptr: tl.tensor, out_ptr: tl.tensor,
-    first: tl.tensor, end: tl.tensor, n: tl.tensor, place: tl.tensor, eps: tl.tensor, N: tl.constexpr, V: tl.constexpr,
+    first: tl.tensor, end: tl.tensor, n: tl.tensor, eps: tl.tensor, N: tl.constexpr, V: tl.constexpr,
     WIDTH: tl.constexpr, GATE: tl.constexpr,
 ) -> None:  # fmt: skip
-    """The outputs of head n of some rows, normalised and gated."""
+    """The outputs of head n of some rows, normalised and gated; those of row 0 go to ``out_ptr``."""
     v_V = tl.arange(0, WIDTH)
     norm = load_row(factor_ptr + v_V, v_V < V, None)
     t = first.to(tl.int64)
@@ -76,7 +76,7 @@ def _norm_rows(
         out = tl.load(sums_ptr + (t * N + n) * V + v_V, mask=v_V < V, other=0.0)
         gate = load_row(gate_ptr + t * gate_stride + n * V + v_V, v_V < V, None)
         out = normed(out, gate, norm, eps, V, GATE).to(out_ptr.dtype.element_ty)
-        tl.store(out_ptr + (t * N + place) * V + v_V, out, mask=v_V < V)
+        tl.store(out_ptr + t * N * V + v_V, out, mask=v_V < V)
         t += 1
 
 
@@ -94,8 +94,7 @@ def recurrence_kernel(
     """All rows of one sequence that has at most ``most``, for OWN columns of one head, V_BLOCK at a time; see
     ``Inputs``. Programs of the delta rules have all columns, as the norm is over them: they keep outputs in ``sums``
     [T, N, V], in float32, until all are there."""
-    n, s = tl.program_id(0), tl.program_id(1)
-    k_K = tl.arange(0, K_BLOCK)
+    n, s, k_K = tl.program_id(0), tl.program_id(1), tl.arange(0, K_BLOCK)
     is_key = k_K < K
     IS_DELTA: tl.constexpr = RULE <= 1
     if RULE <= 2:
@@ -104,7 +103,7 @@ def recurrence_kernel(
         single = tl.load(factor_ptr + n)
     after_predecessor(PDL)
     first, end, slot = tl.load(starts_ptr + s), tl.load(starts_ptr + s + 1), tl.load(slots_ptr + s)
-    place, head = n % TILE * (N // TILE) + n // TILE, n // SHARE
+    head, target = n // SHARE, sums_ptr if IS_DELTA else out_ptr
     if (end > first) & (end - first <= most) & (slot >= 0):
         has_past = tl.load(lengths_ptr + s) > end - first
         for block in range(OWN // V_BLOCK):
@@ -134,18 +133,14 @@ def recurrence_kernel(
                 out = tl.sum(state_KB * q[:, None], 0)
                 if RULE == 2:
                     out += single * v
-                if IS_DELTA:
-                    tl.store(sums_ptr + (t * N + n) * V + v_B, out, mask=is_value)
-                else:
-                    at = out_ptr + (t * N + place) * V + v_B
-                    tl.store(at, out.to(out_ptr.dtype.element_ty), mask=is_value)
+                tl.store(target + (t * N + n) * V + v_B, out.to(target.dtype.element_ty), mask=is_value)
                 t += 1
             tl.store(state_ptr + at_KB, state_KB.to(state_ptr.dtype.element_ty), mask=is_in)
         if IS_DELTA:
             tl.debug_barrier()  # all threads have stored their sums before one of them loads those of others
-            _norm_rows(
-                sums_ptr, gate_ptr, gate_stride, factor_ptr, out_ptr, first, end, n, place, eps, N, V, OWN, GATE
-            )  # fmt: skip
+            place = n % TILE * (N // TILE) + n // TILE
+            out_ptr += place * V
+            _norm_rows(sums_ptr, gate_ptr, gate_stride, factor_ptr, out_ptr, first, end, n, eps, N, V, OWN, GATE)
 
 
 def recur(inputs: Inputs, state: Tensor, rows: StateRows) -> Tensor:
