@@ -25,7 +25,7 @@ from octavo_kernels.triton.launch import (
     launch,
 )
 from octavo_kernels.triton.linear.gemv import column_chunk, row_starts, weight_chunk
-from octavo_kernels.triton.linear.invariant_linear import BLOCK_T, invariant_config
+from octavo_kernels.triton.linear.invariant_linear import invariant_tiles
 from octavo_kernels.triton.linear.linear import linear_triton
 from octavo_kernels.triton.linear.skinny_gemm import skinny_gemm
 from octavo_kernels.triton.norms import rms_norm_triton
@@ -268,7 +268,5 @@ def _logits(x_TD: Tensor, weight_XD: Tensor) -> Tensor:
     if weight_XD.dtype != x_TD.dtype:
         return linear_triton(x_TD.float(), weight_XD.float())
     (T, D), X = x_TD.shape, len(weight_XD)
-    config, in_turn = invariant_config(T, X, D, x_TD.dtype)
-    return skinny_gemm(
-        x_TD, weight_XD, PLAIN, config, BLOCK_T, in_turn, out_dtype=torch.float32
-    )  # fmt: skip
+    tiles = invariant_tiles(T, X, D, x_TD.dtype, is_gated=False)
+    return skinny_gemm(x_TD, weight_XD, PLAIN, *tiles, out_dtype=torch.float32)

@@ -22,7 +22,7 @@ from octavo.ops.scaled_linear import ScaledValues, scaled_linear
 from octavo_kernels.triton.activation import gated
 from octavo_kernels.triton.launch import after_predecessor, is_compiling, is_invariant, launch
 from octavo_kernels.triton.linear.gemv import GemvConfig, gemv
-from octavo_kernels.triton.linear.invariant_linear import BLOCK_T, invariant_config
+from octavo_kernels.triton.linear.invariant_linear import invariant_tiles
 from octavo_kernels.triton.linear.linear import check_gates, contiguous
 from octavo_kernels.triton.linear.linear_configs import bucket_of
 from octavo_kernels.triton.linear.skinny_gemm import SkinnyConfig, skinny_gemm
@@ -176,8 +176,7 @@ def scaled_linear_triton(x_TK: Tensor, weight: ScaledValues, fused: Fused = PLAI
 def _config(T: int, N: int, K: int, is_gated: bool, device: torch.device) -> tuple[SkinnyConfig, int, bool]:
     """Tiling parameters, rows of a tile, and whether a program takes the splits of a tile in turn."""
     if is_invariant():
-        config, in_turn = invariant_config(T, N // 2 if is_gated else N, K, torch.float8_e4m3fn)
-        return config, BLOCK_T, in_turn
+        return invariant_tiles(T, N // 2 if is_gated else N, K, torch.float8_e4m3fn, is_gated)
     rows = bucket_of(max(min(T, FEW_ROWS), FEWEST_ROWS))
     assert rows is not None
     few = _of_bytes(Product(N, -(-K // 2), rows, is_gated), device)
