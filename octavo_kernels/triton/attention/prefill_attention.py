@@ -20,7 +20,7 @@ from octavo.ops.attention import KVScales
 from octavo.ops.collective import WHOLE_CONTEXT, ContextPart
 from octavo_kernels.triton.attention.cached_rows import least_width, load_rows, row_assembly, run_of, turned_back
 from octavo_kernels.triton.attention.decode_qkv import load_scales
-from octavo_kernels.triton.launch import after_predecessor, launch, shared_bytes
+from octavo_kernels.triton.launch import after_predecessor, launch, num_multiprocessors, shared_bytes
 from octavo_kernels.triton.split_sums import LOG2_E, NO_SCORE, part_count, store_log
 
 MAX_HEAD_DIM = 512
@@ -52,8 +52,9 @@ WIDE_HEADS, LEAST_SHARED = {(2, 256): PrefillTile(64, 32, 8, 3), (2, 512): Prefi
 """Where a program may have less shared memory than on Hopper: most GPUs have 99 KiB, and tiles for Hopper take 104 and
 192, and more registers than there are. These take 68 and 65 KiB."""
 
-MAX_SPARE = 16
-"""Programs beyond those for full tiles, for the last tiles of as many sequences; more sequences share programs."""
+MAX_SPARE, RESIDENT = 16, 4
+"""Programs beyond those for full tiles, for the last tiles of as many sequences: the first number, or as many as let all
+multiprocessors run the second; more sequences share programs."""
 
 
 def prefill_attention(
@@ -94,12 +95,13 @@ def prefill_attention(
     S, group, head_block = seq_lens_S.shape[0], N // K, max(least_width(k_cache), triton.next_power_of_2(H))
     config = config or config_for(q_TNH.element_size(), head_block, shared_bytes(q_TNH.device))
     rows = max(config.rows, triton.next_power_of_2(group))
+    full, at_once = T // (rows // group), triton.cdiv(RESIDENT * num_multiprocessors(q_TNH.device), K)
     run = run_of(k_cache, H)
     scale /= max(1, run)
     cap_in = 2 * LOG2_E.value * scale / softcap if softcap else 0.0  # capped scores need no further scale
     # fmt: off
     launch(
-        _prefill_kernel, (K, T // (rows // group) + min(S, MAX_SPARE)),
+        _prefill_kernel, (K, full + min(S, max(MAX_SPARE, at_once - full))),
         q_TNH, k_cache, v_cache, out_TNH, block_tables_SB, cu_seqlens_q, seq_lens_S, sinks_N, slopes_N,
         *(scales or (None, None)),
         1.0 if softcap else LOG2_E.value * scale, cap_in, LOG2_E.value * softcap, window, S,
