@@ -53,8 +53,8 @@ WIDE_HEADS, LEAST_SHARED = {(2, 256): PrefillTile(64, 32, 8, 3), (2, 512): Prefi
 192, and more registers than there are. These take 68 and 65 KiB."""
 
 MAX_SPARE, RESIDENT = 16, 4
-"""Programs beyond those for full tiles, for the last tiles of as many sequences: the first number, or as many as let all
-multiprocessors run the second; more sequences share programs."""
+"""Programs beyond those for full tiles, for the last tiles of as many sequences: so many, or as many as all
+multiprocessors can run, if each runs the second number; more sequences share programs."""
 
 
 def prefill_attention(
