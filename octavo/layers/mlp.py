@@ -6,6 +6,7 @@ Shapes: T tokens, D model, F ffn.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from torch import Tensor
 
@@ -48,21 +49,18 @@ class XIELU:
         return (x * self.beta + (x * x * self.positive).where(x > 0, below)).to(x_TF.dtype)
 
 
+@dataclass(eq=False)
 class MLP:
     """``x + after(down(act(up(before(x)))))``: any norms, or none, and gates or none.
 
     With the name of an activation, ``up`` is the fused projection to F gates, then F ups: ``act(gate) * up``.
     """
 
-    def __init__(
-        self,
-        before: Norm | None,
-        up: Linear,
-        down: Linear | RowParallelLinear,
-        activation: Activation | PlainActivation,
-        after: Norm | None,
-    ) -> None:
-        self.before, self.up, self.down, self.activation, self.after = before, up, down, activation, after
+    before: Norm | None
+    up: Linear
+    down: Linear | RowParallelLinear
+    activation: Activation | PlainActivation
+    after: Norm | None
 
     def __call__(self, x_TD: Tensor, of: Tensor | None = None) -> Tensor:
         """The next residual stream; ``x`` may be overwritten. With ``of``, that is what the layer computes, and ``x``

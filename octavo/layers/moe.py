@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from torch import Tensor
@@ -73,22 +74,15 @@ class ExpertRouter:
         return ops.route(h_TD, None, 0.0, self.weight_XD, self.routing, given_TS)
 
 
+@dataclass(eq=False)
 class SharedExpert:
     """``scale * down(act(gate(x)) * up(x))`` for all tokens, times ``sigmoid(share(x))`` with a gate ``share``."""
 
-    def __init__(
-        self,
-        gate_up: Linear,
-        down: Linear,
-        activation: Activation | CappedSwish,
-        share: Linear | None = None,
-        scale: float = 1.0,
-    ) -> None:
-        self.scale = scale
-        self.gate_up = gate_up
-        self.down = down
-        self.activation = activation
-        self.share = share
+    gate_up: Linear
+    down: Linear
+    activation: Activation | CappedSwish
+    share: Linear | None = None
+    scale: float = 1.0
 
     def __call__(self, x_TD: Tensor, residual_TD: Tensor) -> Tensor:
         """Its result, plus ``residual``, which may be overwritten."""
@@ -102,25 +96,18 @@ class SharedExpert:
         return ops.add_scaled(self.down(gated_TF), share, residual_TD)
 
 
+@dataclass(eq=False)
 class MoE:
     """``x + after(experts(norm(x)) + shared(norm(x)))``, with what there is of a shared expert and of norms.
 
     ``experts`` and ``shared`` give this rank's part of the sums; ``after`` also adds its second argument, ``x``.
     """
 
-    def __init__(
-        self,
-        router: ExpertRouter,
-        experts: Mixture,
-        shared: SharedExpert | None = None,
-        collective: Collective = SINGLE_RANK,
-        after: Callable[[Tensor, Tensor], Tensor] | None = None,
-    ) -> None:
-        self.after = after
-        self.router = router
-        self.experts = experts
-        self.shared = shared
-        self.collective = collective
+    router: ExpertRouter
+    experts: Mixture
+    shared: SharedExpert | None = None
+    collective: Collective = SINGLE_RANK
+    after: Callable[[Tensor, Tensor], Tensor] | None = None
 
     def __call__(self, x_TD: Tensor) -> Tensor:
         """The next residual stream; ``x`` may be overwritten."""

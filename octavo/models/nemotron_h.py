@@ -62,19 +62,15 @@ class NemotronHConfig(MambaConfig):
         return dataclasses.replace(self, num_layers=len(layers), layers=layers, windows=windows)
 
 
+@dataclasses.dataclass(eq=False)
 class LatentMoE:
     """``x + from_latent(experts(to_latent(h))) + shared(h)`` with ``h = norm(x)``; the maps may be absent."""
 
-    def __init__(
-        self,
-        router: ExpertRouter,
-        experts: Mixture,
-        shared: MLP,
-        latent: tuple[Linear, Linear] | None,
-        collective: Collective,
-    ) -> None:
-        self.router, self.experts, self.shared = router, experts, shared
-        self.latent, self.collective = latent, collective
+    router: ExpertRouter
+    experts: Mixture
+    shared: MLP
+    latent: tuple[Linear, Linear] | None
+    collective: Collective
 
     def __call__(self, x_TD: Tensor) -> Tensor:
         h_TD, ids_TS, shares_TS = self.router(x_TD)
