@@ -25,9 +25,7 @@ SIGLIP = {
     "post_layernorm": "v.post_ln",
     "encoder.layers.*.layer_norm1": "v.blk.*.ln1",
     "encoder.layers.*.layer_norm2": "v.blk.*.ln2",
-    "encoder.layers.*.self_attn.q_proj": "v.blk.*.attn_q",
-    "encoder.layers.*.self_attn.k_proj": "v.blk.*.attn_k",
-    "encoder.layers.*.self_attn.v_proj": "v.blk.*.attn_v",
+    **{f"encoder.layers.*.self_attn.{part}_proj": f"v.blk.*.attn_{part}" for part in "qkv"},
     "encoder.layers.*.self_attn.out_proj": "v.blk.*.attn_out",
     "encoder.layers.*.mlp.fc1": "v.blk.*.ffn_up",
     "encoder.layers.*.mlp.fc2": "v.blk.*.ffn_down",
@@ -41,11 +39,11 @@ GEMMA4_NORMS = {
     "post_attention_layernorm": "attn_post_norm",
     "pre_feedforward_layernorm": "ln2",
     "post_feedforward_layernorm": "ffn_post_norm",
-    "self_attn.q_norm": "attn_q_norm",
-    "self_attn.k_norm": "attn_k_norm",
+    **{f"self_attn.{part}_norm": f"attn_{part}_norm" for part in "qk"},
 }
-GEMMA4_MAPS = {f"self_attn.{own}_proj": f"attn_{own}" for own in "qkv"} | {"self_attn.o_proj": "attn_out"}
-GEMMA4_MAPS |= {f"mlp.{part}_proj": f"ffn_{part}" for part in ("gate", "up", "down")}
+ATTENTION = {f"self_attn.{own}_proj": f"attn_{own}" for own in "qkv"} | {"self_attn.o_proj": "attn_out"}
+GATES = {f"{part}_proj": f"ffn_{part}" for part in ("gate", "up", "down")}
+GEMMA4_MAPS = ATTENTION | {f"mlp.{own}": stored for own, stored in GATES.items()}
 BOUNDS = ("input_min", "input_max", "output_min", "output_max")
 GEMMA4_LAYER = GEMMA4_NORMS | {f"{own}.linear": stored for own, stored in GEMMA4_MAPS.items()}
 GEMMA4_LAYER |= {f"{own}.{end}": f"{stored}.{end}" for own, stored in GEMMA4_MAPS.items() for end in BOUNDS}
@@ -80,11 +78,8 @@ IDEFICS3 = {f"vision_model.{own}": stored for own, stored in SIGLIP.items()} | {
 INTERN_LAYER = {
     "layernorm_before": "ln1",
     "layernorm_after": "ln2",
-    "attention.q_proj": "attn_q",
-    "attention.k_proj": "attn_k",
-    "attention.v_proj": "attn_v",
-    "attention.q_norm": "attn_q_norm",
-    "attention.k_norm": "attn_k_norm",
+    **{f"attention.{part}_proj": f"attn_{part}" for part in "qkv"},
+    **{f"attention.{part}_norm": f"attn_{part}_norm" for part in "qk"},
     "attention.projection_layer": "attn_out",
     "mlp.fc1": "ffn_up",
     "mlp.fc2": "ffn_down",
@@ -102,21 +97,16 @@ INTERNVL = {f"vision_tower.encoder.layer.*.{own}": f"v.blk.*.{stored}" for own, 
 PIXTRAL_LAYER = {
     "attention_norm": "ln1",
     "ffn_norm": "ln2",
-    "attention.q_proj": "attn_q",
-    "attention.k_proj": "attn_k",
-    "attention.v_proj": "attn_v",
-    "attention.o_proj": "attn_out",
-    "feed_forward.gate_proj": "ffn_gate",
-    "feed_forward.up_proj": "ffn_up",
-    "feed_forward.down_proj": "ffn_down",
+    **{own.replace("self_attn", "attention"): stored for own, stored in ATTENTION.items()},
+    **{f"feed_forward.{own}": stored for own, stored in GATES.items()},
 }
+MAPS = {"multi_modal_projector.linear_1": "mm.1", "multi_modal_projector.linear_2": "mm.2"}
 PIXTRAL = {f"vision_tower.transformer.layers.*.{own}": f"v.blk.*.{stored}" for own, stored in PIXTRAL_LAYER.items()} | {
     "vision_tower.patch_conv": "v.patch_embd",
     "vision_tower.ln_pre": "v.pre_ln",
     "multi_modal_projector.norm": "mm.input_norm",
     "multi_modal_projector.patch_merger.merging_layer": "mm.patch_merger",
-    "multi_modal_projector.linear_1": "mm.1",
-    "multi_modal_projector.linear_2": "mm.2",
+    **MAPS,
 }
 QWEN = {
     "visual.patch_embed.proj": "v.patch_embd",
@@ -124,7 +114,7 @@ QWEN = {
     "visual.blocks.*.norm2": "v.blk.*.ln2",
     "visual.blocks.*.attn.proj": "v.blk.*.attn_out",
 }
-GATED = {f"visual.blocks.*.mlp.{part}_proj": f"v.blk.*.ffn_{part}" for part in ("gate", "up", "down")}
+GATED = {f"visual.blocks.*.mlp.{own}": f"v.blk.*.{stored}" for own, stored in GATES.items()}
 QWEN25 = {
     **QWEN,
     **GATED,
@@ -136,8 +126,7 @@ GLM4V = {
     **QWEN,
     **GATED,
     "visual.blocks.*.attn.qkv": "v.blk.*.attn_qkv",
-    "visual.blocks.*.attn.q_norm": "v.blk.*.attn_q_norm",
-    "visual.blocks.*.attn.k_norm": "v.blk.*.attn_k_norm",
+    **{f"visual.blocks.*.attn.{part}_norm": f"v.blk.*.attn_{part}_norm" for part in "qk"},
     "visual.post_conv_layernorm": "v.norm_embd",
     "visual.embeddings.position_embedding": "v.position_embd",
     "visual.post_layernorm": "v.post_ln",
@@ -162,21 +151,14 @@ MOON = {f"vision_tower.encoder.blocks.*.{own}": f"v.blk.*.{stored}" for own, sto
     "vision_tower.patch_embed.pos_emb": "v.position_embd",
     "vision_tower.encoder.final_layernorm": "v.post_ln",
     "multi_modal_projector.pre_norm": "mm.input_norm",
-    "multi_modal_projector.linear_1": "mm.1",
-    "multi_modal_projector.linear_2": "mm.2",
+    **MAPS,
 }
-LFM2 = {f"vision_tower.{own}": stored for own, stored in SIGLIP.items()} | {
-    "multi_modal_projector.layer_norm": "mm.input_norm",
-    "multi_modal_projector.linear_1": "mm.1",
-    "multi_modal_projector.linear_2": "mm.2",
-}
+LFM2 = {f"vision_tower.{own}": stored for own, stored in SIGLIP.items()} | MAPS
+LFM2 |= {"multi_modal_projector.layer_norm": "mm.input_norm"}
 LLAMA4_LAYER = {
     "input_layernorm": "ln1",
     "post_attention_layernorm": "ln2",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_out",
+    **ATTENTION,
     "mlp.fc1": "ffn_up",
     "mlp.fc2": "ffn_down",
 }
@@ -350,14 +332,17 @@ def _llama4(data: Metadata) -> dict[str, Any]:
     }
 
 
+def _qwen_sizes(data: Metadata) -> dict[str, int]:
+    own = {"depth": "block_count", "num_heads": "attention.head_count", "out_hidden_size": "projection_dim"}
+    return {key: data.count(f"vision.{stored}") for key, stored in own.items()}
+
+
 def _qwen25(data: Metadata) -> dict[str, Any]:
     every, layers = data.count("vision.n_wa_pattern", 8), data.count("vision.block_count")
     given = data.get("vision.wa_layer_indexes")
     full = list(range(every - 1, layers, every)) if given is None else [int(index) for index in given]
     return {
-        "depth": layers,
-        "num_heads": data.count("vision.attention.head_count"),
-        "out_hidden_size": data.count("vision.projection_dim"),
+        **_qwen_sizes(data),
         "fullatt_block_indexes": full,
         "window_size": data.count("vision.window_size", 112),
     }
@@ -368,9 +353,7 @@ def _glm4v(data: Metadata) -> dict[str, Any]:
     is_ocr = "v.position_embd.weight" not in data.file.tensors
     return {
         "outer": {"architectures": ["GlmOcrForConditionalGeneration"]} if is_ocr else {},
-        "depth": data.count("vision.block_count"),
-        "num_heads": data.count("vision.attention.head_count"),
-        "out_hidden_size": data.count("vision.projection_dim"),
+        **_qwen_sizes(data),
         "rms_norm_eps": data.real("vision.attention.layer_norm_epsilon", 1e-5),
         "attention_bias": "v.blk.0.attn_qkv.bias" in data.file.tensors,
     }
@@ -379,9 +362,7 @@ def _glm4v(data: Metadata) -> dict[str, Any]:
 def _qwen3(data: Metadata) -> dict[str, Any]:
     deep = data.get("vision.is_deepstack_layers", ())
     return {
-        "depth": data.count("vision.block_count"),
-        "num_heads": data.count("vision.attention.head_count"),
-        "out_hidden_size": data.count("vision.projection_dim"),
+        **_qwen_sizes(data),
         "num_position_embeddings": (data.count("vision.image_size") // data.count("vision.patch_size")) ** 2,
         "deepstack_visual_indexes": [layer for layer, is_deep in enumerate(deep) if is_deep],
     }
@@ -517,10 +498,8 @@ class Projector:
         self._vision |= self._kind.read(data)
         self._outer: dict[str, Any] = self._vision.pop("outer", {})
         processing = self._vision.pop("processing", {})
-        numbers = {"image_mean": "vision.image_mean", "image_std": "vision.image_std"}
-        self.processing = {
-            own: [float(number) for number in data.get(key)] for own, key in numbers.items()
-        } | processing
+        numbers = {key: [float(number) for number in data.get(f"vision.{key}")] for key in ("image_mean", "image_std")}
+        self.processing = numbers | processing
         """What ``preprocessor_config.json`` would have."""
         for own, key in (("min_pixels", "vision.image_min_pixels"), ("max_pixels", "vision.image_max_pixels")):
             if data.has(key):
@@ -560,11 +539,9 @@ class Projector:
         tensors = self.file.tensors
         up, width = tensors.get("v.blk.0.ffn_up.weight"), self._vision["hidden_size"]
         is_swapped = up is not None and up.shape[0] == width != up.shape[1]  # as older converters did
+        swaps = {"v.blk.*.ffn_up": "v.blk.*.ffn_down", "v.blk.*.ffn_down": "v.blk.*.ffn_up"} if is_swapped else {}
         for own, stored in self._kind.names.items():
-            if is_swapped:
-                stored = {"v.blk.*.ffn_up": "v.blk.*.ffn_down", "v.blk.*.ffn_down": "v.blk.*.ffn_up"}.get(
-                    stored, stored
-                )
+            stored = swaps.get(stored, stored)
             layers = range(self._vision["num_hidden_layers"]) if "*" in own else (0,)
             for layer in layers:
                 place = stored.replace("*", str(layer))
