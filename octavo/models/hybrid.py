@@ -156,7 +156,7 @@ def load_mamba2(
         d_N=d_N,
         dt_limits=sizes.limits,
     )
-    conv = weights.conv(f"{name}.conv1d", sizes.channels, sizes.width), bias_C
+    conv = weights.conv([f"{name}.conv1d"], sizes.channels, sizes.width), bias_C
     gated_norm = scales_W = None
     if sizes.has_norm:
         norm_C, group = weights.exact_part(f"{name}.norm.weight", gates), sizes.inner // sizes.num_groups
@@ -220,7 +220,7 @@ def load_mamba(weights: WeightLoader, name: str, sizes: ScanSizes, hidden_size: 
         norm,
         weights.fused([MatrixRows(f"{name}.in_proj", [own, own])], hidden_size, sizes.has_bias),
         (
-            weights.conv(f"{name}.conv1d", [own], sizes.width),
+            weights.conv([f"{name}.conv1d"], [own], sizes.width),
             weights.exact_part(f"{name}.conv1d.bias", own) if sizes.has_conv_bias else None,
         ),
         weights.row(f"{name}.x_proj", R + 2 * K, C),

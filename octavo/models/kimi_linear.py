@@ -73,7 +73,7 @@ def load_projected(
     sizes = config.delta
     parts = {**dict(zip("qkv", sizes.channels, strict=True)), "b": Section(sizes.num_heads, sizes.num_heads), **others}
     rows = [MatrixRows(f"{name}.{part}_proj", [own]) for part, own in parts.items()]
-    conv_WC = weights.convs([f"{name}.{part}_conv1d" for part in "qkv"], sizes.channels, sizes.width)
+    conv_WC = weights.conv([f"{name}.{part}_conv1d" for part in "qkv"], sizes.channels, sizes.width)
     heads = delta_heads(sizes, weights, name, config.norm_eps, "o_norm", decays_of_head=sizes.key_dim)
     return weights.fused(rows, config.hidden_size), conv_WC, heads._replace(gate="sigmoid")
 

@@ -87,7 +87,7 @@ class Lfm2Layer(HybridLayer):
         channels = Section(D, D)
         projections = weights.fused([MatrixRows(f"{name}.in_proj", [channels] * 3)], D, has_bias)
         bias = weights.exact_part(f"{name}.conv.bias", channels) if has_bias else None
-        conv_WD = weights.conv(f"{name}.conv", [channels], config.width)
+        conv_WD = weights.conv([f"{name}.conv"], [channels], config.width)
         self.o_proj = weights.row(f"{name}.out_proj", D, D, has_bias)
         return ShortConv(self.input_norm, projections, conv_WD, bias)
 

@@ -91,6 +91,7 @@ class WeightLoader:
         self.kept = kept or Kept()
         """What is loaded; with that of an earlier loader, ``Kept.again``, it is written over what that loaded."""
         self.form = form
+        self._exact = dataclasses.replace(form, dtype=torch.float32)
         self.collective = collective
         self.maps: dict[str, MapPart] = {}
         """All linear maps loaded so far, by their names in the checkpoint."""
@@ -138,21 +139,18 @@ class WeightLoader:
         size, found = sum(section.num_rows for section in sections), self.tensors.shape(name)
         shape = found if found is not None and math.prod(found) == max(found) == size else (size,)
         column = DenseStored((self._numbers(name, shape).reshape(size, 1),))
-        exact = dataclasses.replace(self.form, dtype=torch.float32)
-        return self._counted(self._shard.sections(name, column, sections).dense(exact).squeeze(1))
+        return self._counted(self._shard.sections(name, column, sections).dense(self._exact).squeeze(1))
 
     def exact_columns(self, name: str, section: Section, width: int) -> Tensor:
         """This device's rows of a matrix of ``width`` columns, in float32 and transposed: [width, rows]."""
         rows = DenseStored((self._numbers(name, (section.num_rows, width)),))
-        exact = dataclasses.replace(self.form, dtype=torch.float32)
-        return self._counted(self._shard.sections(name, rows, [section]).dense(exact).t().contiguous())
+        return self._counted(self._shard.sections(name, rows, [section]).dense(self._exact).t().contiguous())
 
-    def conv(self, name: str, sections: Sequence[Section], width: int) -> Tensor:
-        """This device's channels of a convolution of each channel: [width, channels]."""
-        return self.convs([name], sections, width)
+    def conv(self, names: Sequence[str], sections: Sequence[Section], width: int) -> Tensor:
+        """This device's channels of a convolution of each channel: [width, channels].
 
-    def convs(self, names: Sequence[str], sections: Sequence[Section], width: int) -> Tensor:
-        """Like ``conv``; the channels are stored in several tensors one after the other, wherever they were cut."""
+        The channels are stored in one tensor or in several one after the other, wherever they were cut.
+        """
         channels = sum(section.num_rows for section in sections)
         found = [self.tensors.shape(f"{name}.weight") for name in names]
         counts = [shape[0] for shape in found if shape]
@@ -166,10 +164,7 @@ class WeightLoader:
         """The matrix of a router, replicated on every device: in the model's dtype if the checkpoint has it so, else
         in float32, as rounding could change the selection."""
         stored = self._stored(name, (num_experts, num_inputs))
-        is_same = stored.layout == self.form.dtype
-        return self._counted(
-            stored.dense(self.form if is_same else dataclasses.replace(self.form, dtype=torch.float32))
-        )
+        return self._counted(stored.dense(self.form if stored.layout == self.form.dtype else self._exact))
 
     def rounded(self, number: float) -> float:
         """A number rounded to the format's dtype."""
@@ -274,7 +269,7 @@ class WeightLoader:
         ``is_transposed``: the checkpoint stores it as [inputs, outputs].
         """
         rows = MatrixRows(name, [Section(num_outputs, num_heads or num_outputs)], order)
-        return self._linear([rows], num_inputs, has_bias, is_transposed)
+        return self.fused([rows], num_inputs, has_bias, is_transposed)
 
     def row(
         self, name: str, num_outputs: int, num_inputs: int, has_bias: bool = False, *, is_transposed: bool = False
@@ -297,7 +292,7 @@ class WeightLoader:
         self, name: str, num_outputs: int, num_inputs: int, has_bias: bool = False, *, order: Order | None = None
     ) -> Linear:
         """A linear map replicated on every device."""
-        return self._linear([MatrixRows(name, [Section(num_outputs, 1)], order)], num_inputs, has_bias)
+        return self.fused([MatrixRows(name, [Section(num_outputs, 1)], order)], num_inputs, has_bias)
 
     def qkv(
         self,
@@ -326,15 +321,24 @@ class WeightLoader:
         if not has_values:
             sections, orders = sections[:2], orders[:2]
         first = [] if gate is None else [MatrixRows(gate[0], [Section(gate[1], heads.num_heads)])]
-        return self._linear([*first, *_rows(names, sections, orders)], num_inputs, has_bias, is_transposed)
-
-    def fused(self, parts: Sequence[MatrixRows], num_inputs: int, has_bias: bool = False) -> Linear:
-        """Column-parallel maps of the same inputs side by side, each divided by its own sections."""
-        return self._linear(parts, num_inputs, has_bias)
+        return self.fused([*first, *_rows(names, sections, orders)], num_inputs, has_bias, is_transposed)
 
     def gate_up(self, names: Sequence[str], ffn_size: int, num_inputs: int, has_bias: bool = False) -> Linear:
         """Fused gate and up projections; stored as two matrices or one fused matrix."""
-        return self._linear(_rows(names, [Section(ffn_size, ffn_size)] * 2, (None, None)), num_inputs, has_bias)
+        return self.fused(_rows(names, [Section(ffn_size, ffn_size)] * 2, (None, None)), num_inputs, has_bias)
+
+    def fused(
+        self, parts: Sequence[MatrixRows], num_inputs: int, has_bias: bool = False, is_transposed: bool = False
+    ) -> Linear:
+        """Column-parallel maps of the same inputs side by side, each divided by its own sections."""
+        stored, biases = [], []
+        for rows in parts:
+            weight = self._stored(rows.name, (rows.num_rows, num_inputs), is_transposed)
+            stored.append((rows, self._own(rows, quantized(rows.name, weight, self.form))))
+            if has_bias:
+                column = self._numbers(f"{rows.name}.bias", (rows.num_rows,)).unsqueeze(1)
+                biases.append(self._own(rows, DenseStored((column,))))
+        return self._made(stored, self._counted(filled(biases, self.form).squeeze(1)) if biases else None)
 
     # The vocabulary.
 
@@ -524,19 +528,6 @@ class WeightLoader:
         return LabelHead(part, dense, normed, out)
 
     # Helpers.
-
-    def _linear(
-        self, parts: Sequence[MatrixRows], num_inputs: int, has_bias: bool = False, is_transposed: bool = False
-    ) -> Linear:
-        """One linear map from the rows of several matrices."""
-        stored, biases = [], []
-        for rows in parts:
-            weight = self._stored(rows.name, (rows.num_rows, num_inputs), is_transposed)
-            stored.append((rows, self._own(rows, quantized(rows.name, weight, self.form))))
-            if has_bias:
-                column = self._numbers(f"{rows.name}.bias", (rows.num_rows,)).unsqueeze(1)
-                biases.append(self._own(rows, DenseStored((column,))))
-        return self._made(stored, self._counted(filled(biases, self.form).squeeze(1)) if biases else None)
 
     def _head_stored(self, name: str, shape: tuple[int, int]) -> StoredWeight:
         stored = quantized_head(name, self._stored(name, shape), self.form)

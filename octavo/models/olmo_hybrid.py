@@ -51,7 +51,7 @@ class OlmoHybridLayer(HybridLayer):
         own = Section(sizes.num_heads, sizes.num_key_heads)
         parts = {"q": queries, "k": keys, "v": values, "g": values, "b": own, "a": own}
         stored = [MatrixRows(f"{name}.{part}_proj", [section]) for part, section in parts.items()]
-        conv_WC = weights.convs([f"{name}.{part}_conv1d" for part in "qkv"], sizes.channels, sizes.width)
+        conv_WC = weights.conv([f"{name}.{part}_conv1d" for part in "qkv"], sizes.channels, sizes.width)
         self.o_proj = weights.row(f"{name}.o_proj", D, sizes.values)
         return GatedDelta(self.input_norm, weights.fused(stored, D), conv_WC, heads)
 

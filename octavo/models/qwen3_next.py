@@ -115,7 +115,7 @@ class Qwen3NextLayer(HybridLayer):
         sizes, name = config.delta, f"{prefix}.linear_attn"
         heads = delta_heads(sizes, weights, name, config.norm_eps)
         projections = weights.fused(self.projections(sizes, name, weights), config.hidden_size)
-        conv_WC = weights.conv(f"{name}.conv1d", sizes.channels, sizes.width)
+        conv_WC = weights.conv([f"{name}.conv1d"], sizes.channels, sizes.width)
         self.o_proj = self.output(config, weights, name)
         return GatedDelta(self.input_norm, projections, conv_WC, heads)
 
