@@ -162,7 +162,6 @@ class ModelSettings(ParallelSettings):
     )
 
 
-DEFAULT_OFFLOAD_GIB = 1.0
 ROLES = ("both", "prefill", "decode")
 
 
@@ -206,8 +205,8 @@ class CacheSettings:
     enable_kv_events: bool = setting(False, "publish at /v1/kv_events which blocks are cached, for routers")
     kv_offload_memory: float | None = setting(
         None,
-        "GiB of host memory for evicted KV blocks; they are restored on a prefix match; default: 1 with "
-        "kv_offload_dir, else none",
+        "GiB of host memory for evicted KV blocks; they are restored on a prefix match; default: with kv_offload_dir "
+        "what the longest prompt takes, 1 at least, but at most an eighth of what is free, else none",
         low=0.001,
     )
     kv_offload_dir: str | None = setting(
@@ -250,13 +249,9 @@ class CacheSettings:
         return self.kv_offload_memory is not None or self.kv_offload_dir is not None
 
     @property
-    def offload_memory(self) -> float | None:
-        """GiB of host memory for blocks that were evicted or fetched; ``None`` if there are none."""
-        if self.kv_offload_memory is None and self.role != "both":
-            return self.kv_transfer_memory
-        if self.kv_offload_memory is None and self.kv_offload_dir is not None:
-            return DEFAULT_OFFLOAD_GIB
-        return self.kv_offload_memory
+    def has_tiers(self) -> bool:
+        """Whether there are slower tiers, for blocks that were evicted or fetched."""
+        return self.keeps_evicted or self.role != "both"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -453,7 +448,7 @@ def _check_apart(model: ModelSettings, cache: CacheSettings) -> None:
         for name in names:
             if getattr(model, name) != getattr(ModelSettings, name):
                 raise ConfigError(f"{of_each} and {name}: a process would need what only others have")
-        if cache.offload_memory is not None:
+        if cache.has_tiers:
             name = "role" if cache.role != "both" else "kv_offload_memory and kv_offload_dir"
             raise ConfigError(f"{of_each} and {name}: blocks of several processes are not stored together")
 

@@ -30,6 +30,15 @@ SECONDS = 1200.0
 FIRST_TOKEN, LAST_TOKEN = 100, 900
 NUM_ANSWERED = 8
 SHORT_PROMPT = 100
+RANDOM_MODELS: dict[str, tuple[dict[str, Any], list[str]]] = {
+    "tiny": ({}, []),
+    "wide": (
+        {"num_hidden_layers": 16, "num_attention_heads": 64, "num_key_value_heads": 64, "head_dim": 256},
+        ["--block-size", "8"],
+    ),
+}
+"""What each changes in the tiny model's configuration, and flags of its servers. "wide" has 2 MiB of keys and values
+for a token, in blocks of 16 MiB: as large as those of a real model, and hardly anything else to compute."""
 
 
 class Found(NamedTuple):
@@ -156,14 +165,14 @@ def damage(path: Path, draw: random.Random) -> None:
 
 
 def run(model: str, kv_cache_memory: float, prompt: int, idle: float, damaged: int) -> dict[str, Any]:
-    """``measure`` for a model as for ``octavo serve``, or "tiny" for a random one."""
+    """``measure`` for a model as for ``octavo serve``, or a name of ``RANDOM_MODELS``."""
     with tempfile.TemporaryDirectory() as place:
-        served = model
-        if model == "tiny":
-            tiny = write_tiny_model(Path(place) / "tiny", max_position_embeddings=2 * prompt)
-            write_weights(tiny)
-            served = str(tiny)
-        flags = ["--kv-cache-memory", str(kv_cache_memory)]
+        served, flags = model, ["--kv-cache-memory", str(kv_cache_memory)]
+        if model in RANDOM_MODELS:
+            changes, own = RANDOM_MODELS[model]
+            made = write_tiny_model(Path(place) / model, max_position_embeddings=2 * prompt, **changes)
+            write_weights(made)
+            served, flags = str(made), [*flags, *own]
         return {"model": model, **measure(served, flags, Path(place), prompt, idle, damaged)}
 
 

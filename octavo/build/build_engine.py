@@ -22,7 +22,7 @@ from octavo.build.build_executor import ExecutorParts, make_executor, make_stora
 from octavo.build.build_runner import make_grammars, make_runner
 from octavo.build.build_vision import Vision, connected, load_vision
 from octavo.build.device_settings import kernel_compilation, prepared_device, resolve_kv_dtype, weight_format
-from octavo.cache.build_offload import content_fingerprint, make_offload
+from octavo.cache.build_offload import content_fingerprint, default_room, make_offload
 from octavo.cache.group_cache import GroupSize
 from octavo.cache.kv_cache import KVCache
 from octavo.cache.kv_events import KVEvents
@@ -394,7 +394,9 @@ def _connect_blocks(
         scheduler.routes = RouteReading(blocks.read_routes, info.routes, storage.block_size)
     if cache.states is not None:
         cache.states.copy = blocks.copy_state
-    if (offload := make_offload(settings, blocks, storage.block_size, model, forms)) is not None:
+    longest = min(info.num_kv_blocks, -(-info.max_model_len // storage.block_size))
+    room = default_room(blocks, longest, memory.free_memory(torch.device("cpu"), 1.0))
+    if (offload := make_offload(settings, blocks, storage.block_size, model, forms, room)) is not None:
         cache.use_offload(offload)
     if not info.changes_weights:
         return None

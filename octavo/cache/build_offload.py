@@ -15,27 +15,30 @@ from octavo.weights.gguf.gguf_parts import parts_of
 
 GIB = 1 << 30
 DEFAULT_DISK_GIB = 32.0
+FREE_SHARE = 8
+"""Of the free host memory, one part in so many is the most that is taken by default: there may be several engines."""
 WEIGHT_FILES = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
 SAMPLE_BYTES, SAMPLE_EVERY = 4 << 10, 1 << 20
 """Of each file of weights, so many bytes of each part of that length are hashed, and all of the last part."""
 
 
 def make_offload(
-    settings: CacheSettings, store: BlockStore, block_size: int, model: Path, forms: str
+    settings: CacheSettings, store: BlockStore, block_size: int, model: Path, forms: str, room: int
 ) -> Offload | None:
     """The offload tiers for blocks of ``store``; ``None`` if offloading is disabled.
 
     ``forms`` names the precision, kernels and device of ``model`` and the dtype of its KV cache: blocks left on disk by
-    another model, or by the same one with other ``forms``, are never found. Raises ``ConfigError`` if the folder cannot
-    be used.
+    another model, or by the same one with other ``forms``, are never found. ``room``: bytes of host memory, where no
+    setting says how many. Raises ``ConfigError`` if the folder cannot be used.
     """
-    if settings.offload_memory is None:
+    if not settings.has_tiers:
         return None
     disk = None
     if settings.kv_offload_dir is not None:
         capacity = settings.kv_offload_disk or DEFAULT_DISK_GIB
         disk = DiskTier(Path(settings.kv_offload_dir).expanduser(), int(capacity * GIB))
-    host = HostTier(int(settings.offload_memory * GIB))
+    memory = settings.kv_offload_memory or (None if settings.role == "both" else settings.kv_transfer_memory)
+    host = HostTier(room if memory is None else int(memory * GIB))
     own = identity(model, forms, settings.role)
     offload = Offload(store, block_size, own, host, disk, keeps_evicted=settings.keeps_evicted)
     if settings.role == "both":
@@ -54,6 +57,11 @@ def make_offload(
     else:
         offload.fetcher = fetcher(settings, offload.fingerprint)
     return offload
+
+
+def default_room(store: BlockStore, num_blocks: int, free: int) -> int:
+    """Bytes of host memory for the longest prompt, of ``num_blocks``, where so many are ``free``."""
+    return min(max(GIB, num_blocks * store.num_bytes + store.state_bytes), free // FREE_SHARE)
 
 
 def identity(model: Path, forms: str, role: str = "both") -> Identity:

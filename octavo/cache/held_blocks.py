@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from typing import NamedTuple
 
+from octavo.cache.tiers import Content
 from octavo.errors import OctavoError
 
 READ_SECONDS = 30.0
@@ -24,7 +25,7 @@ class BlockToHold(NamedTuple):
 
     key: bytes
     size: int
-    read: Callable[[], Callable[[], bytes]]
+    read: Callable[[], Callable[[], Content]]
     """See ``BlockStore.read``."""
 
 
@@ -73,7 +74,7 @@ class HeldBlocks:
                 if held is None:
                     if self.num_bytes + size > self.capacity:
                         break
-                    held = self._held[key] = _Held(self._reader.submit(read()), size)
+                    held = self._held[key] = _Held(self._reader.submit(_copied, read()), size)
                     self.num_bytes += size
                 held.num_tickets += 1
                 keys.add(key)
@@ -125,3 +126,7 @@ class HeldBlocks:
             if not held.num_tickets:
                 del self._held[key]
                 self.num_bytes -= held.size
+
+
+def _copied(content: Callable[[], Content]) -> bytes:
+    return bytes(content())

@@ -26,6 +26,7 @@ from octavo.cache.node import Node
 from octavo.cache.offload import Offload
 from octavo.cache.sessions import MAX_BRANCHES, Sessions, live
 from octavo.cache.state_cache import StateCache
+from octavo.cache.tiers import Content
 from octavo.errors import ConfigError
 from octavo.steps.limits import StateSize
 from octavo.types import GroupBlocks, KVTransfer, Plan, Sequence
@@ -253,14 +254,14 @@ class KVCache:
         end = published.above((seq.num_prompt_tokens - 1) // self.block_size)
         return self.offload.hold(end if self.states is None else self.states.match(end))
 
-    def recall(self, seq: Sequence) -> list[bytes]:
+    def recall(self, seq: Sequence) -> list[Content]:
         """Contents in host memory of the blocks that follow those that ``seq`` has just adopted.
 
         To be called before blocks are reserved: blocks evicted for them may displace these contents.
         """
         return [] if self.offload is None else self.offload.recall(seq, len(seq.groups[0].block_table))
 
-    def restore(self, seq: Sequence, contents: list[bytes]) -> None:
+    def restore(self, seq: Sequence, contents: list[Content]) -> None:
         """Fill the first blocks that ``seq`` has reserved with ``contents``, from ``recall``, except the last block."""
         first, table = seq.num_computed_tokens // self.block_size, seq.groups[0].block_table
         contents = contents[: len(table) - first - 1]

@@ -2,9 +2,9 @@
 
 ::
 
-    block evicted        block ──read──> writer thread ──> host memory and disk
-    engine idle, ends    block ──read──> writer thread ──> disk, which then has all that is cached
-    request arrives      prefetch: disk ──> loader thread ──> host memory
+    block evicted        block ──read──> writer threads ──> host memory and disk
+    engine idle, ends    block ──read──> writer threads ──> disk, which then has all that is cached
+    request arrives      prefetch: disk ──> reader threads ──> host memory
     client gives a hint  disk ──> another thread ──> host memory
     sequence admitted    host memory ──write──> a block of the sequence, published like a computed one
 
@@ -34,17 +34,20 @@ from typing import NamedTuple, Protocol
 from octavo.cache.held_blocks import BlockToHold, HeldBlocks
 from octavo.cache.kv_channel import Fetcher, HoldingServer
 from octavo.cache.node import Node, as_digest, folded
-from octavo.cache.tiers import DiskTier, HostTier
+from octavo.cache.tiers import Content, DiskTier, HostTier
 from octavo.system.channel import ChannelError
+from octavo.system.cpus import num_cpus
 from octavo.types import KVTransfer, Sequence, Tokens
 
-MAX_PENDING = 1024
-"""Most blocks pending to be saved; further evicted blocks are dropped."""
+MAX_PENDING, PENDING_BYTES = 1024, 1 << 30
+"""Most blocks pending to be saved, and when there are so many bytes of them; further evicted blocks are dropped."""
 MAX_PENDING_STATES = 16
 """Most recurrent states among them: each is as large as many blocks."""
-IDLE_PENDING = 32
-"""Most blocks pending to be saved while the engine is idle, so that a request never waits for more of them; one of
-them may be a state."""
+IDLE_PENDING, IDLE_BYTES = 32, 256 << 20
+"""The same while the engine is idle, so that a request never waits for more of them, and little memory is pinned; one
+of them may be a state."""
+MAX_THREADS = 8
+"""Most threads that write, and that read: each takes half of the CPUs, as a checksum takes longer than a copy."""
 MAX_HINTS = 8
 """Most sessions of an API key that are read at a time because of hints."""
 HINT_SHARE = 0.5
@@ -53,6 +56,9 @@ CLOSING_SECONDS = 3.0
 """How long cached blocks are written to disk when the engine ends or falls asleep."""
 CLOSING_POLL_SECONDS = 0.002
 
+
+FORMAT = "length and crc32, by blake2b"
+"""Of the checksums in files; those with another are not looked for."""
 
 logger = logging.getLogger(__name__)
 
@@ -73,22 +79,23 @@ class BlockStore(Protocol):
     state_bytes: int
     """Size of a recurrent state; 0 for models without."""
 
-    def read(self, block: int) -> Callable[[], bytes]:
+    def read(self, block: int) -> Callable[[], Content]:
         """Start to copy ``block`` out, before any step that is submitted later.
 
-        The returned function waits for the copy and returns the content; it may be called in any thread.
+        The returned function waits for the copy and returns the content; it may be called in any thread. The content
+        may lie in memory of which there is little: what is to be kept has to be copied.
         """
         ...
 
-    def write(self, block: int, content: bytes) -> None:
+    def write(self, block: int, content: Content) -> None:
         """Write ``content`` to ``block``, before any step that is submitted later."""
         ...
 
-    def read_state(self, slot: int) -> Callable[[], bytes]:
+    def read_state(self, slot: int) -> Callable[[], Content]:
         """``read`` for the recurrent state in a slot."""
         ...
 
-    def write_state(self, slot: int, content: bytes) -> None:
+    def write_state(self, slot: int, content: Content) -> None:
         """``write`` for the recurrent state in a slot, in one order with copies of states."""
         ...
 
@@ -97,9 +104,17 @@ class RecalledState(NamedTuple):
     """A prefix of a sequence for which slower tiers have a recurrent state."""
 
     num_blocks: int
-    state: bytes
-    contents: list[bytes]
+    state: Content
+    contents: list[Content]
     """Of its last blocks, which are not in the prefix cache."""
+
+
+class Wanted(NamedTuple):
+    """What is to be read of a prefix, in order, with a recurrent state first."""
+
+    keys: list[bytes]
+    path: list[bytes]
+    """Those, and the keys of the blocks before each of them."""
 
 
 @dataclass
@@ -108,7 +123,7 @@ class OffloadStats:
 
     num_saved: int = 0
     num_dropped: int = 0
-    """Those evicted while ``MAX_PENDING`` were pending."""
+    """Those evicted while too many were pending."""
     num_prefetched: int = 0
     num_restored: int = 0
     num_received: int = 0
@@ -143,22 +158,27 @@ class Offload:
         self.identify(identity)
         self.blocks_per_state = 0
         """A recurrent state may be kept behind every so many blocks; 0: the model has none."""
-        self._pending: dict[bytes, Callable[[], bytes]] = {}
+        self._pending: dict[bytes, Callable[[], Content]] = {}
         self._pending_states: set[bytes] = set()
         self._unsaved: dict[tuple[Node, bool], None] = {}
         """Nodes of cached blocks that may not be on disk, oldest first, so that each comes after its parent; and, with
         ``True``, those of snapshots."""
-        self._writer = ThreadPoolExecutor(1, "kv-offload-writer")
+        num_threads = max(2, min(MAX_THREADS, num_cpus() // 2))
+        self._writers = ThreadPoolExecutor(num_threads, "kv-offload-writer")
+        self._readers = ThreadPoolExecutor(num_threads, "kv-offload-reader")
         self._loader = ThreadPoolExecutor(1, "kv-offload-loader")
+        """Has the readers read one prompt after the other."""
         self._hint_loader = ThreadPoolExecutor(1, "kv-offload-hints")
+        """Reads alone, so that no request waits for what is read because of hints."""
+        self._sessions = ThreadPoolExecutor(1, "kv-offload-sessions")
+        """Notes sessions' paths, in order."""
         self._is_closing = False
-        """Apart from the other, so that no request waits for what is read because of hints."""
         self._hints: dict[str, list[Future[None]]] = {}
         """Those that are not done, by API key."""
 
     def identify(self, identity: Identity) -> None:
         """Keep blocks of another identity from now on; no block of the earlier one is cached any more."""
-        sizes = f"{self.block_size}\n{self.store.num_bytes}\n{self.store.state_bytes}"
+        sizes = f"{self.block_size}\n{self.store.num_bytes}\n{self.store.state_bytes}\n{FORMAT}"
         self._parts = {"weights": identity.weights, "settings": identity.settings, "block sizes": sizes}
         self._root = hashlib.sha256("\n".join(self._parts.values()).encode()).digest()
 
@@ -187,10 +207,10 @@ class Offload:
         else:
             self.stats.num_dropped += 1
 
-    def _save(self, key: bytes, read: Callable[[], Callable[[], bytes]], is_state: bool = False) -> None:
+    def _save(self, key: bytes, read: Callable[[], Callable[[], Content]], is_state: bool = False) -> None:
         if not self._keeps_evicted or key in self._pending or key in self.host:
             return
-        if len(self._pending) >= MAX_PENDING:
+        if not self._may_start(MAX_PENDING, PENDING_BYTES):
             self.stats.num_dropped += 1
             return
         self.stats.num_saved += 1
@@ -199,31 +219,38 @@ class Offload:
     def _start(
         self,
         key: bytes,
-        read: Callable[[], Callable[[], bytes]],
+        read: Callable[[], Callable[[], Content]],
         is_state: bool,
-        keep: Callable[[bytes, bytes], object],
+        keep: Callable[[bytes, Content], object],
     ) -> None:
-        """Start to read a content, which the writer's thread waits for and keeps."""
+        """Start to read a content, which a writer's thread waits for and keeps."""
         self._pending[key] = read()
         if is_state:
             self._pending_states.add(key)
-        self._writer.submit(self._write, key, keep)
+        self._writers.submit(self._write, key, keep)
 
-    def _write(self, key: bytes, keep: Callable[[bytes, bytes], object]) -> None:
+    def _may_start(self, most: int, most_bytes: int) -> bool:
+        """Whether fewer blocks and states are pending, and of fewer bytes."""
+        num_pending, num_states = len(self._pending), len(self._pending_states)
+        num_bytes = (num_pending - num_states) * self.store.num_bytes + num_states * self.store.state_bytes
+        return num_pending < most and num_bytes < most_bytes
+
+    def _write(self, key: bytes, keep: Callable[[bytes, Content], object]) -> None:
         try:
             keep(key, self._pending[key]())
         finally:
             del self._pending[key]
             self._pending_states.discard(key)
 
-    def _keep(self, key: bytes, content: bytes) -> None:
+    def _keep(self, key: bytes, content: Content) -> None:
+        content = bytes(content)
         self.host.put(key, content)
         if self.disk is not None:
             self.disk.put(key, content)
 
     def save_idle(self) -> bool:
         """Start to write some of what is cached to disk; return whether there is more."""
-        while self._unsaved and len(self._pending) < IDLE_PENDING and not self._pending_states:
+        while self._unsaved and self._may_start(IDLE_PENDING, IDLE_BYTES) and not self._pending_states:
             node, is_state = next(iter(self._unsaved))
             del self._unsaved[node, is_state]
             if is_state and node.snapshot is None:
@@ -233,15 +260,15 @@ class Offload:
                 self._start(key, self._reader(node, is_state), is_state, self.disk.put)
         return bool(self._unsaved)
 
-    def _reader(self, node: Node, is_state: bool) -> Callable[[], Callable[[], bytes]]:
+    def _reader(self, node: Node, is_state: bool) -> Callable[[], Callable[[], Content]]:
         if is_state:
             return lambda: self.store.read_state(node.snapshot.slot)
         return lambda: self.store.read(node.block)
 
     def save_all(self) -> None:
-        """Write cached blocks to disk, as many as ``CLOSING_SECONDS`` allow."""
+        """Write cached blocks to disk, as many as ``CLOSING_SECONDS`` allow, and what is pending."""
         end = time.monotonic() + CLOSING_SECONDS
-        while self.save_idle() and time.monotonic() < end:
+        while (self.save_idle() or self._pending) and time.monotonic() < end:
             time.sleep(CLOSING_POLL_SECONDS)
 
     def prefetch(self, seq: Sequence, num_cached: int, num_with_state: int = 0) -> Future[None] | None:
@@ -249,7 +276,7 @@ class Offload:
         Where the model has recurrent states, of which the prefix cache has one behind ``num_with_state`` blocks, those
         up to the last other one, and it.
 
-        The future is done when all that could be read is in host memory.
+        The future is done when all that could be read is in host memory: as long a prefix as has room there.
         """
         if self.disk is not None:
             self.disk.refresh()
@@ -257,8 +284,9 @@ class Offload:
         counts = num_cached, num_with_state
         if self.fetcher is not None and transfer is not None and transfer.address:
             return self.fetcher.submit(self._fetch, transfer, list(keys), counts)
-        wanted = [] if self.disk is None else self._wanted(keys, counts, self.disk)
-        return self._loader.submit(self._load, wanted) if wanted else None
+        if self.disk is None or not (wanted := self._wanted(keys, counts, self.disk)).keys:
+            return None
+        return self._loader.submit(self._load, wanted, self._readers.map(self._read, wanted.keys))
 
     def note_session(self, owner: str, name: str, slot: int, end: Node) -> None:
         """Let ``prefetch_session`` find the path to ``end`` by a session's name, also after a restart; ``slot`` is its
@@ -271,7 +299,7 @@ class Offload:
             keys.append(end.key)
             end = end.parent
         digest = hashlib.sha256(owner.encode()).digest()
-        self._writer.submit(self.disk.put_path, digest, self._session_key(owner, name, slot), keys[::-1])
+        self._sessions.submit(self.disk.put_path, digest, self._session_key(owner, name, slot), keys[::-1])
 
     def prefetch_session(self, owner: str, name: str, counts: list[tuple[int, int]]) -> bool:
         """As ``prefetch``, of the path in each slot, of which the prefix cache has ``counts`` blocks, and blocks with a
@@ -296,24 +324,32 @@ class Offload:
         left = int(HINT_SHARE * self.host.capacity) // size
         for name, counts in paths.items():
             keys = self.disk.path(name)[: counts[0] + left]
-            self._load(self._wanted(keys, counts, self.disk))
+            wanted = self._wanted(keys, counts, self.disk)
+            self._load(wanted, map(self._read, wanted.keys))
             left -= max(0, len(keys) - counts[0])
 
-    def _wanted(self, keys: Iterable[bytes], counts: tuple[int, int], there: DiskTier | set[bytes]) -> list[bytes]:
-        """Those of ``keys``, of the blocks of a prompt, and of its states that are ``there`` and of use; ``counts`` are
-        the numbers of blocks, and of blocks up to the last state, that the prefix cache has."""
+    def _wanted(self, keys: Iterable[bytes], counts: tuple[int, int], there: DiskTier | set[bytes]) -> Wanted:
+        """Those of ``keys``, of the blocks of a prompt, and of its states that are ``there``, of use and have room in
+        host memory; ``counts`` are the numbers of blocks, and of blocks up to the last state, that the prefix cache
+        has."""
         num_cached, num_with_state = counts
         missing: list[bytes] = []
-        wanted: list[bytes] = []
+        path: list[bytes] = []
+        wanted = Wanted([], [])
+        room = self.host.capacity
         for index, key in enumerate(keys):
-            if index >= num_cached and self.store.num_bytes and not self._has(key):
-                if key not in there:
+            if index >= num_cached and self.store.num_bytes:
+                room -= self.store.num_bytes  # also of a block that is there, which must stay
+                is_missing = not self._has(key)
+                if room < 0 or (is_missing and key not in there):
                     break
-                missing.append(key)
+                path.append(key)
+                if is_missing:
+                    missing.append(key)
             state = self._state_behind(index, key, num_with_state)
-            if state is not None and (self._has(state) or state in there):
-                wanted = [*([] if self._has(state) else [state]), *missing]
-        return wanted if self.blocks_per_state else missing
+            if state is not None and room >= self.store.state_bytes and (self._has(state) or state in there):
+                wanted = Wanted([*([] if self._has(state) else [state]), *missing], [state, *path])
+        return wanted if self.blocks_per_state else Wanted(missing, path)
 
     def _fetch(self, transfer: KVTransfer, keys: list[bytes], counts: tuple[int, int]) -> None:
         """Bring what a prefill server holds of a prompt, and what is on disk, to host memory; in a thread."""
@@ -323,9 +359,10 @@ class Offload:
         asked = [*keys, *states]
         on_disk = set[bytes]() if self.disk is None else {key for key in asked if key in self.disk}
 
-        def from_disk(wanted: list[bytes]) -> None:
+        def from_disk(wanted: Wanted) -> None:
             if on_disk:
-                self._load([key for key in wanted if key in on_disk])
+                own = [key for key in wanted.keys if key in on_disk]
+                self._load(Wanted(own, wanted.path), self._readers.map(self._read, own))
 
         has_chosen = False
 
@@ -333,17 +370,10 @@ class Offload:
             nonlocal has_chosen
             has_chosen, wanted = True, self._wanted(keys, counts, held | on_disk)
             from_disk(wanted)
-            num_bytes, chosen = 0, []
-            for key in wanted:
-                num_bytes += self.store.state_bytes if key in states else self.store.num_bytes
-                if num_bytes > self.host.capacity:
-                    break
-                if key not in on_disk:
-                    chosen.append(key)
-            if not held and len(self._wanted(keys, counts, {*asked})) > len(wanted):
+            if not held and len(self._wanted(keys, counts, {*asked}).keys) > len(wanted.keys):
                 self.stats.num_failures += 1
                 logger.warning("%s holds nothing of a prompt any more, which is computed here", transfer.address)
-            return chosen
+            return [key for key in wanted.keys if key not in on_disk]
 
         most_bytes = max(self.store.num_bytes, self.store.state_bytes)
         try:
@@ -386,16 +416,20 @@ class Offload:
         may_be = self.blocks_per_state and num_blocks > num_with_state and num_blocks % self.blocks_per_state == 0
         return _state_key(key) if may_be else None
 
-    def _load(self, keys: list[bytes]) -> None:
-        assert self.disk is not None
-        for key in keys:
-            content = None if self._is_closing else self.disk.get(key)
+    def _load(self, wanted: Wanted, contents: Iterable[Content | None]) -> None:
+        """Bring ``contents``, which are read while they are taken, to host memory."""
+        self.host.touch(wanted.path)
+        for key, content in zip(wanted.keys, contents, strict=True):
             if content is None:
                 break  # later blocks are useless without this one
             self.stats.num_prefetched += 1
             self.host.put(key, content)
+        self.host.touch(wanted.path)
 
-    def recall(self, seq: Sequence, num_cached: int) -> list[bytes]:
+    def _read(self, key: bytes) -> Content | None:
+        return None if self._is_closing or self.disk is None else self.disk.get(key)
+
+    def recall(self, seq: Sequence, num_cached: int) -> list[Content]:
         """Contents of the blocks after the first ``num_cached`` of ``seq``, as far as host memory has them."""
         contents = []
         for index, key in enumerate(self._keys(seq.keys, seq.salt)):
@@ -410,7 +444,7 @@ class Offload:
     def recall_state(self, seq: Sequence, num_cached: int, num_with_state: int) -> RecalledState | None:
         """The longest prefix of ``seq`` of which host memory has a recurrent state, and the blocks after the first
         ``num_cached``; ``None`` if it has none of more than ``num_with_state`` blocks."""
-        contents: list[bytes] = []
+        contents: list[Content] = []
         found = None
         for index, key in enumerate(self._keys(seq.keys, seq.salt)):
             if index >= num_cached:
@@ -424,16 +458,16 @@ class Offload:
         if found is None:
             return None
         num_blocks, key, count = found
-        state = self._content(key, self.store.state_bytes)
-        return None if state is None else RecalledState(num_blocks, state, contents[:count])
+        content = self._content(key, self.store.state_bytes)
+        return None if content is None else RecalledState(num_blocks, content, contents[:count])
 
-    def _content(self, key: bytes, size: int) -> bytes | None:
+    def _content(self, key: bytes, size: int) -> Content | None:
         """What host memory has, if it has so many bytes."""
         pending = self._pending.get(key)
         content = self.host.get(key) if pending is None else pending()
         return content if content is not None and len(content) == size else None
 
-    def restore(self, blocks: list[int], contents: list[bytes]) -> None:
+    def restore(self, blocks: list[int], contents: list[Content]) -> None:
         """Write ``contents`` to ``blocks``, one each."""
         for block, content in zip(blocks, contents, strict=True):
             if content:
@@ -441,11 +475,12 @@ class Offload:
         self.stats.num_restored += len(blocks)
 
     def close(self) -> None:
-        """Save what is cached, wait for pending reads and writes, and end the threads."""
+        """Save what is cached, and end the threads; what is still pending then is lost."""
         self._is_closing = True
         self.save_all()
-        self._writer.shutdown()
-        self._loader.shutdown()
+        self._writers.shutdown(cancel_futures=True)
+        for executor in (self._loader, self._readers, self._sessions):
+            executor.shutdown()
         self._hint_loader.shutdown(cancel_futures=True)
         if self.held is not None:
             self.held[1].close()

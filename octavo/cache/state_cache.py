@@ -34,6 +34,7 @@ from collections.abc import Sequence as Several
 from octavo.cache.node import Node
 from octavo.cache.offload import Offload
 from octavo.cache.radix_tree import RadixTree
+from octavo.cache.tiers import Content
 from octavo.steps.limits import StateSize
 from octavo.types import HeldState, Sequence
 
@@ -113,7 +114,7 @@ class StateCache:
         spare = self._take() if self.size.has_drafts else -1
         seq.state = HeldState(slot, spare, len(seq.tokens), branch - branch % self.interval)
 
-    def restore(self, seq: Sequence, content: bytes) -> None:
+    def restore(self, seq: Sequence, content: Content) -> None:
         """Fill the state of ``seq``, which has just started, with one from slower tiers; it becomes a snapshot, too."""
         assert seq.state is not None
         assert self.offload is not None

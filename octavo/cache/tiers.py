@@ -10,8 +10,10 @@ import contextlib
 import hashlib
 import re
 import sqlite3
+import struct
 import threading
 import time
+import zlib
 from collections import OrderedDict
 from pathlib import Path
 
@@ -25,7 +27,9 @@ from octavo.system.private_files import (
     write_private,
 )
 
-Stored = tuple[bytes, bytes]
+Content = bytes | memoryview
+"""Of single bytes."""
+Stored = tuple[bytes, Content]
 """A key and its content."""
 
 CHECKSUM_BYTES = 16
@@ -43,13 +47,21 @@ class HostTier:
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
         self.num_bytes = 0
-        self._contents: OrderedDict[bytes, bytes] = OrderedDict()
+        self._contents: OrderedDict[bytes, Content] = OrderedDict()
         self._lock = threading.Lock()
 
     def __contains__(self, key: bytes) -> bool:
         return key in self._contents
 
-    def get(self, key: bytes) -> bytes | None:
+    def touch(self, path: list[bytes]) -> None:
+        """Let those of a prefix's keys that are here be given up last, and the end of the prefix before its beginning:
+        without that the rest is of no use."""
+        with self._lock:
+            for key in reversed(path):
+                if key in self._contents:
+                    self._contents.move_to_end(key)
+
+    def get(self, key: bytes) -> Content | None:
         """The content as it was put; ``None`` if it is missing."""
         with self._lock:
             content = self._contents.get(key)
@@ -57,7 +69,7 @@ class HostTier:
                 self._contents.move_to_end(key)
             return content
 
-    def put(self, key: bytes, content: bytes) -> list[Stored]:
+    def put(self, key: bytes, content: Content) -> list[Stored]:
         """Store ``content``; returns the entries displaced by it, which the next tier may store."""
         with self._lock:
             if key in self._contents:
@@ -79,7 +91,8 @@ class DiskTier:
     Each content is one file, preceded by a checksum over key and content. The index of keys is an SQLite table. Index
     and files need not agree: a file without an entry is never read, and an entry without a valid file is a miss. So
     nothing has to be synced, and any failure only costs recomputation. All files, including those of earlier versions,
-    are readable by the owner only. Raises ``ConfigError`` if ``folder`` cannot be used.
+    are readable by the owner only. Several threads may read and write files at a time, each a key of its own. Raises
+    ``ConfigError`` if ``folder`` cannot be used.
     """
 
     def __init__(self, folder: Path, capacity: int) -> None:
@@ -103,44 +116,48 @@ class DiskTier:
     def __contains__(self, key: bytes) -> bool:
         return key in self._sizes
 
-    def get(self, key: bytes) -> bytes | None:
+    def get(self, key: bytes) -> Content | None:
+        if key not in self:
+            return None
+        try:
+            stored = memoryview(self._path(key).read_bytes())
+        except OSError:
+            stored = memoryview(b"")
+        content = stored[CHECKSUM_BYTES:]
+        is_valid = stored[:CHECKSUM_BYTES] == checksum(key, content)
         with self._lock:
             if key not in self._sizes:
-                return None
-            try:
-                stored = self._path(key).read_bytes()
-            except OSError:
-                stored = b""
-            content = stored[CHECKSUM_BYTES:]
-            if stored[:CHECKSUM_BYTES] != checksum(key, content):
-                self.num_bad += 1
-                self._forget(key)
-                return None
-            self._sizes.move_to_end(key)
-            return content
+                return None  # it was given up meanwhile
+            if is_valid:
+                self._sizes.move_to_end(key)
+                return content
+            self.num_bad += 1
+            self._forget(key)
+            return None
 
-    def put(self, key: bytes, content: bytes) -> list[Stored]:
+    def put(self, key: bytes, content: Content) -> list[Stored]:
         with self._lock:
             if key in self._sizes:
                 self._sizes.move_to_end(key)
                 return []
-            path = self._path(key)
-            unfinished = path.with_suffix(".part")
-            try:
-                path.parent.mkdir(FOLDER_MODE, exist_ok=True)
-                write_private(unfinished, checksum(key, content) + content)
+        path = self._path(key)
+        unfinished = path.with_suffix(".part")
+        try:
+            path.parent.mkdir(FOLDER_MODE, exist_ok=True)
+            write_private(unfinished, checksum(key, content), content)
+            with self._lock:
                 unfinished.replace(path)
                 self._index.execute("INSERT OR REPLACE INTO blocks VALUES (?, ?)", (key, len(content)))
-            except (OSError, sqlite3.Error):
+                self._sizes[key] = len(content)
+                self.num_bytes += len(content)
+                while self.num_bytes > self.capacity:
+                    self._forget(next(iter(self._sizes)))
+        except (OSError, sqlite3.Error):
+            with self._lock:
                 self.num_bad += 1
-                with contextlib.suppress(OSError):
-                    unfinished.unlink(missing_ok=True)
-                return []
-            self._sizes[key] = len(content)
-            self.num_bytes += len(content)
-            while self.num_bytes > self.capacity:
-                self._forget(next(iter(self._sizes)))
-            return []
+            with contextlib.suppress(OSError):
+                unfinished.unlink(missing_ok=True)
+        return []
 
     def put_path(self, owner: bytes, name: bytes, keys: list[bytes]) -> None:
         """Note ``keys``, those of a prefix in order, under a name; without any, forget what was noted.
@@ -196,9 +213,14 @@ class DiskTier:
             self.num_bad += 1
 
 
-def checksum(key: bytes, content: bytes) -> bytes:
-    """The checksum before a content in its file; keyed, so that one key's file is not valid for another."""
-    return hashlib.blake2b(content, digest_size=CHECKSUM_BYTES, key=key).digest()
+def checksum(key: bytes, content: Content) -> bytes:
+    """The checksum before a content in its file; keyed, so that one key's file is not valid for another.
+
+    A CRC-32 takes less than half of the time of a cryptographic hash of the standard library. Damage is what it is to
+    find: who can write to a folder of the owner's alone could write a hash, too.
+    """
+    found = struct.pack("<QI", len(content), zlib.crc32(content))
+    return hashlib.blake2b(found, digest_size=CHECKSUM_BYTES, key=key).digest()
 
 
 def _is_own(name: str) -> bool:

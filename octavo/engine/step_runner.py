@@ -11,12 +11,13 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 
 from octavo.cache.build_offload import identity
 from octavo.cache.offload import Identity
+from octavo.cache.tiers import Content
 from octavo.engine.persistent_batch import Indices
 from octavo.engine.protocols import TensorReceiver
 from octavo.engine.sequence_images import encode_message
@@ -267,18 +268,18 @@ class BlockMessages:
         self._runner = runner
         self.num_bytes, self.state_bytes = num_bytes, state_bytes
 
-    def read(self, block: int) -> Callable[[], bytes]:
+    def read(self, block: int) -> Callable[[], Content]:
         """Start to copy ``block`` out; the returned function waits for its content, in any thread."""
-        reply: Reply[bytes] = self._runner.send(ReadBlock(block))
+        reply: Reply[Content] = self._runner.send(ReadBlock(block))
         return reply.wait
 
-    def write(self, block: int, content: bytes) -> None:
+    def write(self, block: int, content: Content) -> None:
         """Write ``content`` to ``block``, before any step that is sent later."""
-        self._runner.send(WriteBlock(block, content))
+        self._runner.send(WriteBlock(block, cast(bytes, content)))  # any buffer can be sent
 
-    def read_state(self, slot: int) -> Callable[[], bytes]:
+    def read_state(self, slot: int) -> Callable[[], Content]:
         """Start to copy a recurrent state out, like ``read``; its last change must be one of a step that has ended."""
-        reply: Reply[bytes] = self._runner.send(ReadState(slot))
+        reply: Reply[Content] = self._runner.send(ReadState(slot))
         return reply.wait
 
     def read_routes(self, blocks: list[int]) -> Callable[[], bytes]:
@@ -286,9 +287,9 @@ class BlockMessages:
         reply: Reply[bytes] = self._runner.send(ReadRoutes(blocks))
         return reply.wait
 
-    def write_state(self, slot: int, content: bytes) -> None:
+    def write_state(self, slot: int, content: Content) -> None:
         """Write ``content`` to a slot, behind all steps submitted before, and what is copied from it behind them."""
-        self._runner.send_behind(WriteState(slot, content))
+        self._runner.send_behind(WriteState(slot, cast(bytes, content)))
 
     def copy_slots(self, group: int, source: int, target: int, num_tokens: int) -> None:
         """Copy the first ``num_tokens`` slots of ``source`` to ``target`` in one KV group, before any later step."""

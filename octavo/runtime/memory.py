@@ -283,7 +283,7 @@ def _groups(settings: CacheSettings, specs: Sequence[LayerCacheSpec], max_window
     With KV offloading there is one group, because the offload tiers store blocks of all layers.
     """
     groups = kv_groups(specs, max_window)
-    if settings.offload_memory is None or len(groups) == 1:
+    if not settings.has_tiers or len(groups) == 1:
         return groups
     logger.info("blocks behind sliding windows are not freed: kv_offload_memory stores blocks of all layers")
     return kv_groups(specs)

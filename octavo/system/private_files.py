@@ -49,7 +49,8 @@ def make_private(path: Path, mode: int) -> None:
             logger.warning("%s can be read by other users of this machine: %s", path, error.strerror)
 
 
-def write_private(path: Path, content: bytes) -> None:
+def write_private(path: Path, *contents: bytes | memoryview) -> None:
     """Write a file with mode ``FILE_MODE``, replacing an existing one. Raises ``OSError``."""
     with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, FILE_MODE), "wb") as file:
-        file.write(content)
+        for content in contents:
+            file.write(content)

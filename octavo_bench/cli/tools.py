@@ -36,7 +36,8 @@ def add_kinds(kinds: Any) -> None:
 
     help = "what is still cached of a prompt after its server ended, in each way, and after files were damaged"
     outliving = add_kind(kinds, "outliving", help, "outliving.run", is_good=_all_right)
-    outliving.add_argument("model", nargs="?", default=DEFAULT_MODEL, help="as for `octavo serve`; tiny: a random one")
+    help = "as for `octavo serve`; tiny or wide: a random one, of small or large blocks"
+    outliving.add_argument("model", nargs="?", default=DEFAULT_MODEL, help=help)
     outliving.add_argument("--prompt", type=positive, default=8000, help="tokens of the long prompts")
     outliving.add_argument("--idle", type=above_zero, default=60, help="seconds of rest before the server is killed")
     outliving.add_argument("--damaged", type=positive, default=100, help="files that are damaged, and short prompts")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -56,6 +57,32 @@ def test_a_disk_forgets_files_when_it_is_full_and_finds_the_others_after_a_resta
     again.put(key(4), content(4))
     assert key(1) not in again
     again.close()
+
+
+def test_of_a_prefix_the_end_is_given_up_first() -> None:
+    tier = HostTier(400)
+    for number in range(4):
+        tier.put(key(number), content(number))
+    tier.touch([key(1), key(9), key(2), key(3)])
+    assert [tier.put(key(number), content(number))[0][0] for number in range(4, 8)] == [key(i) for i in (0, 3, 2, 1)]
+
+
+def test_several_threads_read_and_write(tmp_path: Path) -> None:
+    """Some files are damaged, and others given up, meanwhile."""
+    tier = DiskTier(tmp_path, 40 * 100)
+
+    def use(number: int) -> bool:
+        tier.put(key(number), content(number))
+        if number % 7 == 0:
+            files(tmp_path)[0].write_bytes(b"")
+        return tier.get(key(number // 2)) in (None, content(number // 2))
+
+    with ThreadPoolExecutor(8) as pool:
+        assert all(pool.map(use, range(100)))
+    there = [number for number in range(100) if key(number) in tier]
+    assert tier.num_bytes == 100 * len(there) <= 4000
+    assert sum(tier.get(key(number)) == content(number) for number in there) > 10
+    tier.close()
 
 
 def modes(folder: Path) -> set[tuple[str, int]]:

@@ -13,7 +13,7 @@ import pytest
 
 from octavo.cache import offload as offload_module
 from octavo.cache.kv_cache import KVCache
-from octavo.cache.offload import Identity, Offload
+from octavo.cache.offload import MAX_THREADS, Identity, Offload
 from octavo.cache.tiers import DiskTier, HostTier
 from octavo.engine.engine import Engine
 from octavo.engine.scheduler import Scheduler
@@ -119,7 +119,7 @@ class Conversations:
     def _end_hints(self, owner: str) -> None:
         if (offload := self.offload) is not None:
             wait_until(lambda: all(hint.done() for hint in offload._hints.get(owner, ())))
-            offload._writer.submit(int).result()
+            offload._sessions.submit(int).result()
 
     def settle(self) -> None:
         """Wait until what was given up is where it belongs."""
@@ -207,6 +207,49 @@ def test_a_disk_is_found_again_by_the_next_engine_and_by_no_other_model(tmp_path
     )
     other.cache.use_offload(other.offload)
     assert other.talk(10, 1) == 0
+
+
+@pytest.mark.parametrize("num_snapshots", [None, 4])
+def test_of_a_prefix_too_long_for_memory_the_beginning_comes_back(tmp_path: Path, num_snapshots: int | None) -> None:
+    """Reading the end must not displace the beginning, neither what was read before nor what was there."""
+    prompt = list(range(60))
+    first = Conversations(40, 1000, tmp_path, num_snapshots)
+    first.answer(prompt)
+    first.engine.close()
+    second = Conversations(40, 8, tmp_path, num_snapshots)
+    assert second.offload is not None
+    second.answer(prompt[:21])  # 5 blocks, which stay in memory
+    second.answer([7] * 21)
+    second.engine.clear_cache()
+    second.settle()
+    before = second.engine.stats().prefix_hits
+    second.answer(prompt)
+    found = second.engine.stats().prefix_hits - before
+    assert found == (32 if num_snapshots is None else 16), "8 blocks; with states, up to the last one in those"
+    second.engine.close()
+
+
+def test_what_is_pending_is_bounded_in_bytes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    talks = Conversations(100, 1000, tmp_path)
+    offload = talks.offload
+    assert offload is not None
+    may_write = threading.Event()
+    for _ in range(MAX_THREADS):
+        offload._writers.submit(may_write.wait, 60)
+    monkeypatch.setattr(offload_module, "IDLE_BYTES", 3 * offload.store.num_bytes)
+    monkeypatch.setattr(offload_module, "PENDING_BYTES", 5 * offload.store.num_bytes)
+    talks.answer(list(range(60)))
+    assert talks.engine.save_idle()
+    assert len(offload._pending) == 3
+    for filler in range(8):
+        talks.answer([filler + 1] * 60)
+    assert len(offload._pending) == 5
+    assert offload.stats.num_saved == 2 < offload.stats.num_dropped
+    may_write.set()
+    talks.settle()
+    while talks.engine.save_idle():
+        talks.settle()
+    offload.close()
 
 
 def test_salts_are_apart_in_all_tiers() -> None:
@@ -306,7 +349,8 @@ def test_a_block_that_is_still_on_its_way_is_found() -> None:
     talks = Conversations(12, 1000)
     assert talks.offload is not None
     may_write = threading.Event()
-    talks.offload._writer.submit(may_write.wait, 60)
+    for _ in range(MAX_THREADS):
+        talks.offload._writers.submit(may_write.wait, 60)
     prompt = list(range(20))
     talks.answer(prompt)
     for filler in range(6):

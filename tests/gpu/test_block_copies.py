@@ -13,6 +13,7 @@ from octavo import LLM, SamplingParams
 from octavo.models.config import ModelConfig
 from octavo.models.layer_cache import kv_groups
 from octavo.models.registry import read_config
+from octavo.runtime.executors import block_copies
 from octavo.runtime.executors.block_copies import DeviceBlockCopies
 from octavo.runtime.kv_storage import KVStorage
 from octavo_fleet.sim.shapes import SHAPES
@@ -80,8 +81,12 @@ def test_a_copy_in_is_behind_the_steps_before_it_and_in_front_of_those_behind() 
         assert (content == value).all()
 
 
-def test_memory_of_copies_without_a_reader_may_be_allocated_again() -> None:
+@pytest.mark.parametrize("num_staged", [0, 3, 1000])
+def test_memory_of_copies_without_a_reader_may_be_allocated_again(
+    num_staged: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     made = Copies()
+    monkeypatch.setattr(block_copies, "STAGED_BYTES", num_staged * made.num_bytes)
     for i in range(200):
         made.copies.read(made.storage.block(i % BLOCKS))
         made.copies.write(made.storage.block(3), bytes([i]) * made.num_bytes)

@@ -301,7 +301,7 @@ def test_an_infinite_scale_is_refused(tmp_path: Path, name: str, dtype: str) -> 
 def test_experts_stay_in_their_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Unless a dtype is asked for; and what says so does not change from one process to the next."""
     said: list[str] = []
-    monkeypatch.setattr(build, "make_offload", lambda settings, storage, copies, path, forms: said.append(forms))
+    monkeypatch.setattr(build, "make_offload", lambda settings, storage, copies, path, forms, room: said.append(forms))
     model = make_checkpoint(tmp_path, "mixtral/two_of_five", intermediate_size=32)
     kind = gguf.GGMLQuantizationType.Q8_0
     path = write_gguf(tmp_path, model, lambda name, values: kind if values.ndim > 1 and "inp" not in name else None)

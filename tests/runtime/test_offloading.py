@@ -7,15 +7,16 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 
 from octavo import LLM, SamplingParams
 from octavo.cache import tiers
-from octavo.cache.build_offload import fingerprint
+from octavo.cache.build_offload import GIB, default_room, fingerprint
 from octavo.config import EngineConfig
+from octavo.engine.step_runner import BlockMessages, StepRunner
 from octavo.errors import ConfigError
 from octavo.models.config import ModelConfig
 from octavo.models.layer_cache import LayerCacheSpec, conv_state, kv_groups, recurrent_state, state_layer
@@ -73,6 +74,17 @@ def test_a_changed_checkpoint_has_another_name(tmp_path: Path) -> None:
     assert fingerprint(tmp_path) == before
     (tmp_path / "model.safetensors").write_bytes(b"123456789")
     assert fingerprint(tmp_path) != before
+
+
+def test_memory_has_room_for_the_longest_prompt_if_there_is_as_much() -> None:
+    storage = KVStorage(
+        shape_config().cache, kv_groups(shape_config().cache), [5], 4, torch.float32, torch.device("cpu")
+    )
+    store, size = BlockMessages(cast(StepRunner, None), storage.bytes_per_block, 100), storage.bytes_per_block
+    many = 4 * GIB // size
+    assert default_room(store, many, 64 * GIB) == many * size + 100
+    assert default_room(store, 5, 64 * GIB) == GIB
+    assert default_room(store, many, 16 * GIB) == 2 * GIB
 
 
 @pytest.mark.parametrize(
@@ -139,7 +151,8 @@ def test_the_prefix_cache_outlives_its_engine(tmp_path: Path, ends: str) -> None
             time.sleep(0.001)
         offload = first.engine.scheduler.cache.offload
         assert offload is not None
-        offload._writer.submit(int).result()
+        while offload._pending:
+            time.sleep(0.001)
     with make() as second:
         found = second.generate([prompt], params)[0]
         assert found.outputs[0].token_ids == want.outputs[0].token_ids

@@ -2,13 +2,17 @@
 within the storage.
 
 Copies take effect in message order: after the steps and copies sent before them, and before those sent later. What is
-read or written is a list of views of the storage: ``KVStorage.block``, ``state`` or ``routes``.
+read or written is a list of views of the storage: ``KVStorage.block``, ``state`` or ``routes``. What is written may be
+any buffer.
 """
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -25,6 +29,9 @@ from octavo.steps.messages import (
     WriteBlock,
     WriteState,
 )
+
+STAGED_BYTES = 256 << 20
+"""Most pinned memory with contents on their way to the device; one that is larger is alone."""
 
 
 class HostBlockCopies:
@@ -53,13 +60,13 @@ class HostBlockCopies:
                 return self.read(storage.routes(blocks))
         return Done(None)
 
-    def read(self, parts: list[Tensor]) -> Reply[bytes]:
+    def read(self, parts: list[Tensor]) -> Reply[memoryview]:
         """Copy ``parts`` out immediately, because the next step may write to them."""
-        return Done(_content(parts).numpy().tobytes())
+        return Done(_content(parts).numpy().data)
 
     def write(self, parts: list[Tensor], content: bytes) -> None:
         """Write ``content``, from ``read``, to ``parts``."""
-        _fill(parts, torch.frombuffer(bytearray(content), dtype=torch.uint8))
+        _fill(parts, _copied(content, torch.empty(len(content), dtype=torch.uint8)))
 
 
 class DeviceBlockCopies(HostBlockCopies):
@@ -74,6 +81,8 @@ class DeviceBlockCopies(HostBlockCopies):
         super().__init__(storage)
         self._steps = steps
         self._copies = torch.cuda.Stream(storage.device)  # type: ignore[no-untyped-call]
+        self._staged: deque[tuple[Tensor, torch.cuda.Event]] = deque()
+        """Pinned memory with contents that are written, oldest first, and what is recorded when it was read."""
 
     def execute(self, message: CacheCopy) -> Reply[Any]:
         """Start what ``message`` says; copies within the storage are on the stream of the steps."""
@@ -91,10 +100,17 @@ class DeviceBlockCopies(HostBlockCopies):
             return BlockContent(pinned, self._copies.record_event())
 
     def write(self, parts: list[Tensor], content: bytes) -> None:
-        """Start writing ``content`` to ``parts``."""
-        raw = torch.frombuffer(bytearray(content), dtype=torch.uint8).pin_memory()
+        """Start writing ``content`` to ``parts``; waits for earlier ones while ``STAGED_BYTES`` of them are staged."""
+        num_staged = sum(pinned.nbytes for pinned, _ in self._staged)
+        while self._staged and num_staged + len(content) > STAGED_BYTES:
+            earlier, was_read = self._staged.popleft()
+            was_read.synchronize()
+            num_staged -= earlier.nbytes
+            del earlier  # the allocator of pinned memory keeps it for the next
+        raw = _copied(content, torch.empty(len(content), dtype=torch.uint8, pin_memory=True))
         with torch.cuda.stream(self._copies):
             on_device = raw.to(self._storage.device, non_blocking=True)
+            self._staged.append((raw, self._copies.record_event()))
             self._copies.wait_stream(self._steps)
             _fill(parts, on_device)
             self._steps.wait_event(self._copies.record_event())
@@ -106,20 +122,35 @@ class BlockContent:
     def __init__(self, pinned: Tensor, done: torch.cuda.Event) -> None:
         self._pinned, self._done = pinned, done
 
-    def wait(self) -> bytes:
-        """Wait for the copy and return its bytes; may be called from any thread."""
+    def wait(self) -> memoryview:
+        """Wait for the copy and return its bytes, of pinned memory; may be called from any thread."""
         self._done.synchronize()
-        return self._pinned.numpy().tobytes()
+        return self._pinned.numpy().data
 
 
 def _content(parts: list[Tensor]) -> Tensor:
     """A copy of the data of all parts, as a flat uint8 tensor."""
-    return torch.cat([part.contiguous().view(torch.uint8).flatten() for part in parts])
+    content = torch.empty(sum(part.nbytes for part in parts), dtype=torch.uint8, device=parts[0].device)
+    for part, raw in _beside(parts, content):
+        raw.copy_(part)
+    return content
 
 
 def _fill(parts: list[Tensor], content: Tensor) -> None:
     """Write bytes returned by ``_content`` to parts of the same sizes."""
+    for part, raw in _beside(parts, content):
+        part.copy_(raw)
+
+
+def _beside(parts: list[Tensor], content: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Each part, and the bytes of ``content`` that are its own, as a tensor of its shape."""
     start = 0
     for part in parts:
         raw, start = content[start : start + part.nbytes], start + part.nbytes
-        part.copy_(raw.view(part.dtype).view(part.shape))
+        yield part, raw.view(part.dtype).view(part.shape)
+
+
+def _copied(content: bytes, target: Tensor) -> Tensor:
+    """``target``, a flat uint8 tensor in host memory, with ``content``; torch itself takes no constant buffers."""
+    target.numpy()[:] = np.frombuffer(content, np.uint8)
+    return target
