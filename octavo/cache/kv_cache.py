@@ -236,14 +236,16 @@ class KVCache:
         if self.states is not None:
             self.states.forget(node)
 
-    def prefetch(self, seq: Sequence) -> Future[None] | None:
+    def prefetch(
+        self, seq: Sequence, compute_seconds: Callable[[int, int], float] | None = None
+    ) -> Future[None] | None:
         """Start to read the blocks of a new ``seq`` that are only on disk or at a prefill server; ``None`` if there are
-        none."""
+        none, or none to read. ``compute_seconds``: see ``Offload.prefetch``."""
         if self.offload is None:
             return None
         end = self.groups[0].tree.find(seq.keys, (len(seq.tokens) - 1) // self.block_size, seq.salt)
         num_with_state = 0 if self.states is None else self.states.match(end).depth
-        return self.offload.prefetch(seq, end.depth, num_with_state)
+        return self.offload.prefetch(seq, end.depth, num_with_state, compute_seconds)
 
     def hold(self, seq: Sequence) -> KVTransfer | None:
         """Keep the prompt's blocks of ``seq``, which is about to be released, for a decode server, if its request asks

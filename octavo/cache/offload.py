@@ -34,7 +34,7 @@ from typing import NamedTuple, Protocol
 from octavo.cache.held_blocks import BlockToHold, HeldBlocks
 from octavo.cache.kv_channel import Fetcher, HoldingServer
 from octavo.cache.node import Node, as_digest, folded
-from octavo.cache.tiers import Content, DiskTier, HostTier
+from octavo.cache.tiers import Content, DiskTier, HostTier, ReadingRate
 from octavo.system.channel import ChannelError
 from octavo.system.cpus import num_cpus
 from octavo.types import KVTransfer, Sequence, Tokens
@@ -115,6 +115,8 @@ class Wanted(NamedTuple):
     keys: list[bytes]
     path: list[bytes]
     """Those, and the keys of the blocks before each of them."""
+    num_blocks: int
+    """Of the prefix."""
 
 
 @dataclass
@@ -150,6 +152,8 @@ class Offload:
         self.host = host
         self.disk = disk
         self.stats = OffloadStats()
+        self.rate = ReadingRate()
+        """Of the disk, or the memory in which its files are cached."""
         self.held: tuple[HeldBlocks, HoldingServer] | None = None
         """What is kept for decode servers, and how they get it; ``None`` without them."""
         self.fetcher: Fetcher | None = None
@@ -271,12 +275,19 @@ class Offload:
         while (self.save_idle() or self._pending) and time.monotonic() < end:
             time.sleep(CLOSING_POLL_SECONDS)
 
-    def prefetch(self, seq: Sequence, num_cached: int, num_with_state: int = 0) -> Future[None] | None:
+    def prefetch(
+        self,
+        seq: Sequence,
+        num_cached: int,
+        num_with_state: int = 0,
+        compute_seconds: Callable[[int, int], float] | None = None,
+    ) -> Future[None] | None:
         """Start to read the blocks after the first ``num_cached`` of ``seq`` from disk; ``None`` if there are none.
         Where the model has recurrent states, of which the prefix cache has one behind ``num_with_state`` blocks, those
         up to the last other one, and it.
 
-        The future is done when all that could be read is in host memory: as long a prefix as has room there.
+        The future is done when all that could be read is in host memory: as long a prefix as has room there. Nothing is
+        read of the disk if that took longer than ``compute_seconds`` of the tokens before, and of those to read.
         """
         if self.disk is not None:
             self.disk.refresh()
@@ -286,7 +297,12 @@ class Offload:
             return self.fetcher.submit(self._fetch, transfer, list(keys), counts)
         if self.disk is None or not (wanted := self._wanted(keys, counts, self.disk)).keys:
             return None
-        return self._loader.submit(self._load, wanted, self._readers.map(self._read, wanted.keys))
+        first = num_with_state if self.blocks_per_state else wanted.num_blocks - len(wanted.keys)
+        if compute_seconds is not None:
+            seconds = compute_seconds(first * self.block_size, (wanted.num_blocks - first) * self.block_size)
+            if self.rate.takes_longer(len(wanted.keys) * self.store.num_bytes + self.store.state_bytes, seconds):
+                return None
+        return self._loader.submit(self._load_prompt, wanted)
 
     def note_session(self, owner: str, name: str, slot: int, end: Node) -> None:
         """Let ``prefetch_session`` find the path to ``end`` by a session's name, also after a restart; ``slot`` is its
@@ -335,8 +351,9 @@ class Offload:
         num_cached, num_with_state = counts
         missing: list[bytes] = []
         path: list[bytes] = []
-        wanted = Wanted([], [])
+        wanted = Wanted([], [], 0)
         room = self.host.capacity
+        num_blocks = 0
         for index, key in enumerate(keys):
             if index >= num_cached and self.store.num_bytes:
                 room -= self.store.num_bytes  # also of a block that is there, which must stay
@@ -346,10 +363,11 @@ class Offload:
                 path.append(key)
                 if is_missing:
                     missing.append(key)
+            num_blocks = index + 1
             state = self._state_behind(index, key, num_with_state)
             if state is not None and room >= self.store.state_bytes and (self._has(state) or state in there):
-                wanted = Wanted([*([] if self._has(state) else [state]), *missing], [state, *path])
-        return wanted if self.blocks_per_state else Wanted(missing, path)
+                wanted = Wanted([*([] if self._has(state) else [state]), *missing], [state, *path], num_blocks)
+        return wanted if self.blocks_per_state else Wanted(missing, path, num_blocks)
 
     def _fetch(self, transfer: KVTransfer, keys: list[bytes], counts: tuple[int, int]) -> None:
         """Bring what a prefill server holds of a prompt, and what is on disk, to host memory; in a thread."""
@@ -362,7 +380,7 @@ class Offload:
         def from_disk(wanted: Wanted) -> None:
             if on_disk:
                 own = [key for key in wanted.keys if key in on_disk]
-                self._load(Wanted(own, wanted.path), self._readers.map(self._read, own))
+                self._load(wanted._replace(keys=own), self._readers.map(self._read, own))
 
         has_chosen = False
 
@@ -416,15 +434,23 @@ class Offload:
         may_be = self.blocks_per_state and num_blocks > num_with_state and num_blocks % self.blocks_per_state == 0
         return _state_key(key) if may_be else None
 
-    def _load(self, wanted: Wanted, contents: Iterable[Content | None]) -> None:
-        """Bring ``contents``, which are read while they are taken, to host memory."""
+    def _load_prompt(self, wanted: Wanted) -> None:
+        began = time.monotonic()
+        num_bytes = self._load(wanted, self._readers.map(self._read, wanted.keys))
+        self.rate.learn(num_bytes, time.monotonic() - began)
+
+    def _load(self, wanted: Wanted, contents: Iterable[Content | None]) -> int:
+        """Bring ``contents``, which are read while they are taken, to host memory; returns the number of bytes."""
         self.host.touch(wanted.path)
+        num_bytes = 0
         for key, content in zip(wanted.keys, contents, strict=True):
             if content is None:
                 break  # later blocks are useless without this one
             self.stats.num_prefetched += 1
             self.host.put(key, content)
+            num_bytes += len(content)
         self.host.touch(wanted.path)
+        return num_bytes
 
     def _read(self, key: bytes) -> Content | None:
         return None if self._is_closing or self.disk is None else self.disk.get(key)

@@ -33,12 +33,36 @@ Stored = tuple[bytes, Content]
 """A key and its content."""
 
 CHECKSUM_BYTES = 16
+LEAST_TELLING_BYTES = 64 << 20
+"""Of fewer bytes, latencies are most of the time; they are always read."""
+GROWTH_OF_RATE = 1.1
 REFRESH_SECONDS = 1.0
 KEY_BYTES = 32
 MAX_PATHS = 1024
 INDEX = "index.sqlite"
 _PART = re.compile("[0-9a-f]{2}")
 """Name of a subfolder: the first two hex digits of the names of its files."""
+
+
+class ReadingRate:
+    """Bytes per second that are read of a tier, as measured, so that nothing is read which is computed sooner."""
+
+    def __init__(self) -> None:
+        self._per_second: float | None = None
+
+    def learn(self, num_bytes: int, seconds: float) -> None:
+        """So many bytes were read together; few tell nothing."""
+        if num_bytes >= LEAST_TELLING_BYTES:
+            self._per_second = num_bytes / seconds
+
+    def takes_longer(self, num_bytes: int, seconds: float) -> bool:
+        """Whether it takes longer than ``seconds`` to read so many bytes. The rate is taken to be a little higher each
+        time, so that it is measured again some time: other files may be read faster."""
+        known = self._per_second
+        if known is None or num_bytes < LEAST_TELLING_BYTES or num_bytes <= known * seconds:
+            return False
+        self._per_second = GROWTH_OF_RATE * known
+        return True
 
 
 class HostTier:

@@ -124,11 +124,12 @@ class Scheduler(SequenceAdmission):
         return seq
 
     def prefetch(self, request: Request) -> Future[None] | None:
-        """Start to bring what slower tiers have of ``request`` to host memory; ``None`` if they have nothing."""
+        """Start to bring what slower tiers have of ``request`` to host memory; ``None`` if they have nothing, or while
+        nothing else is computed and computing it is faster."""
         if self.cache.offload is None:
             return None
         self.choose_frequencies(seq := Sequence(request))
-        return self.cache.prefetch(seq)
+        return self.cache.prefetch(seq, None if self.has_work else self.step_budget.seconds_alone)
 
     def check_servable(self, seq: Sequence) -> None:
         """Raise ``RequestError`` if ``seq`` could never be served."""

@@ -227,6 +227,14 @@ class StepBudget:
         """Predicted seconds of a step of prompts alone; ``None`` for others."""
         return self.model.seconds(work_of(plan)) if all(len(item.tokens) > 1 for item in plan) else None
 
+    def seconds_alone(self, start: int, num_tokens: int) -> float:
+        """Predicted seconds of so many tokens of a prompt behind ``start`` others, while nothing else is computed;
+        infinite before any prompt of ``FULL_ROWS // 2`` tokens was."""
+        if not self._costs:
+            return inf
+        num_pairs = num_tokens * start + num_tokens * num_tokens // 2
+        return max(self._costs.values()) * num_tokens + self.model.pair_seconds * num_pairs
+
     def admits(self, num_running: int) -> bool:
         """Whether one more sequence may run in addition to ``num_running`` others."""
         limit = MARGIN * min([self.max_itl, *self.waiting.targets()])

@@ -12,6 +12,7 @@ from typing import Any, Literal
 import pytest
 
 from octavo.cache import offload as offload_module
+from octavo.cache import tiers
 from octavo.cache.kv_cache import KVCache
 from octavo.cache.offload import MAX_THREADS, Identity, Offload
 from octavo.cache.tiers import DiskTier, HostTier
@@ -226,6 +227,45 @@ def test_of_a_prefix_too_long_for_memory_the_beginning_comes_back(tmp_path: Path
     second.answer(prompt)
     found = second.engine.stats().prefix_hits - before
     assert found == (32 if num_snapshots is None else 16), "8 blocks; with states, up to the last one in those"
+    second.engine.close()
+
+
+@pytest.mark.parametrize("num_snapshots", [None, 4])
+def test_a_prefix_is_computed_if_that_was_faster(
+    tmp_path: Path, num_snapshots: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And nothing else is computed: then the device's time is worth more."""
+    monkeypatch.setattr(tiers, "LEAST_TELLING_BYTES", 100)
+    prompt = list(range(60))
+    first = Conversations(40, 1000, tmp_path, num_snapshots)
+    first.answer(prompt)
+    first.engine.close()
+    second = Conversations(40, 1000, tmp_path, num_snapshots)
+    assert second.offload is not None
+    asked = []
+
+    def seconds_alone(start: int, num_tokens: int) -> float:
+        asked.append((start, num_tokens))
+        return 1.0
+
+    monkeypatch.setattr(second.engine.scheduler.step_budget, "seconds_alone", seconds_alone)
+    second.offload.rate.learn(1000, 1e9)
+    second.answer(prompt)
+    assert second.engine.stats().prefix_hits == 0
+    second.engine.clear_cache()
+    second.settle()
+    second.offload.host.capacity = 0
+    second.offload.host.put(b"", b"")  # gives up all
+    second.offload.host.capacity = 10_000
+    second.offload.rate.learn(1000, 1e-9)
+    second.answer(prompt)
+    assert second.engine.stats().prefix_hits == 56
+    assert asked == [(0, 56)] * 2
+    other = Request(next(second.ids), [7] * 21, SamplingParams(max_tokens=6), 6)
+    second.engine.add(other)
+    second.engine.add(Request(next(second.ids), prompt, SamplingParams(max_tokens=1), 1))
+    list(outputs_of(second.engine))
+    assert len(asked) == 2
     second.engine.close()
 
 
