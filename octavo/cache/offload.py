@@ -39,11 +39,11 @@ from octavo.system.channel import ChannelError
 from octavo.system.cpus import num_cpus
 from octavo.types import KVTransfer, Sequence, Tokens
 
-MAX_PENDING, PENDING_BYTES = 1024, 1 << 30
+MAX_PENDING, PENDING_BYTES = 1024, 4 << 30
 """Most blocks pending to be saved, and when there are so many bytes of them; further evicted blocks are dropped."""
 MAX_PENDING_STATES = 16
 """Most recurrent states among them: each is as large as many blocks."""
-IDLE_PENDING, IDLE_BYTES = 32, 256 << 20
+IDLE_PENDING, IDLE_BYTES = 32, 160 << 20
 """The same while the engine is idle, so that a request never waits for more of them, and little memory is pinned; one
 of them may be a state."""
 MAX_THREADS = 8

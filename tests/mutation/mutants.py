@@ -179,7 +179,7 @@ MUTANTS = [
     Mutant("cache/offload.py", "            if index < num_cached:\n                continue\n", ""),
     Mutant("cache/offload.py", "self.host.get(key) if pending is None else pending()", "self.host.get(key)"),
     Mutant("cache/offload.py", "self.disk.put(key, content)", "pass"),
-    Mutant("cache/tiers.py", "if stored[:CHECKSUM_BYTES] != checksum(key, content):", "if not content:"),
+    Mutant("cache/tiers.py", "stored[:CHECKSUM_BYTES] == checksum(key, content)", "len(content) > 0"),
     Mutant("cache/tiers.py", "digest_size=CHECKSUM_BYTES, key=key)", "digest_size=CHECKSUM_BYTES)"),
     Mutant(
         "cache/tiers.py", "            if content is not None:\n                self._contents.move_to_end(key)\n", ""
