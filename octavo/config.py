@@ -219,7 +219,13 @@ class CacheSettings:
         "what follows a prompt that a prefill server has computed",
         ROLES,
     )
-    kv_connector: str = setting("tcp", "how KV blocks are sent from prefill to decode servers", ("tcp", "nixl"))
+    kv_connector: str = setting(
+        "tcp",
+        "how KV blocks are sent from prefill to decode servers; nixl: read out of the other's memory over RDMA, shared "
+        "memory or TCP, with the package nixl",
+        ("tcp", "nixl"),
+        synonyms={"NixlConnector": "nixl"},
+    )
     kv_transfer_address: str = setting(
         "127.0.0.1:0", "address HOST:PORT at which a prefill server is asked for KV blocks; port 0 picks a free one"
     )

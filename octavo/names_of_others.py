@@ -96,7 +96,8 @@ ADVICE = {
     "--pooler-config": "--pooling-type sets how hidden states are pooled",
     "--middleware": "docs/extending.md says how a package adds to the server",
     "--mm-processor-kwargs": "images are prepared as the checkpoint's preprocessor_config.json says",
-    "--kv-transfer-config": "--role prefill or decode computes prompts apart, with --kv-transfer-key; "
+    "--kv-transfer-config": "--role prefill or decode computes prompts apart, with --kv-transfer-key, and "
+    "--kv-connector nixl for NIXL; "
     "--kv-offload-memory and --kv-offload-dir keep blocks outside the GPU",
     "--kv-cache-memory-bytes": "--kv-cache-memory has GiB",
     "--disable-sliding-window": "windows are part of the model; --max-model-len limits the context",

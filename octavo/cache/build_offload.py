@@ -10,7 +10,6 @@ from octavo.cache.held_blocks import HeldBlocks
 from octavo.cache.offload import BlockStore, Identity, Offload
 from octavo.cache.tiers import DiskTier, HostTier
 from octavo.config import CacheSettings
-from octavo.errors import ConfigError
 from octavo.weights.gguf.gguf_parts import parts_of
 
 GIB = 1 << 30
@@ -43,14 +42,7 @@ def make_offload(
     offload = Offload(store, block_size, own, host, disk, keeps_evicted=settings.keeps_evicted)
     if settings.role == "both":
         return offload
-    try:
-        server, fetcher = plugins.load(plugins.KV_CONNECTORS, settings.kv_connector)
-    except KeyError:
-        name = settings.kv_connector
-        raise ConfigError(
-            f"kv_connector: {name} is not installed; a package may offer it as the entry point {name} of the group "
-            f"{plugins.KV_CONNECTORS}"
-        ) from None
+    server, fetcher = plugins.load(plugins.KV_CONNECTORS, settings.kv_connector)
     if settings.role == "prefill":
         held = HeldBlocks(int(settings.kv_transfer_memory * GIB), settings.kv_transfer_ttl)
         offload.held = held, server(settings, held, offload.fingerprint)

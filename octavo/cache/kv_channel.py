@@ -24,7 +24,7 @@ import socket
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
@@ -87,7 +87,8 @@ _decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
 
 
 def _credentials(settings: CacheSettings, identity: Mapping[str, str]) -> Credentials:
-    return Credentials(settings.kv_transfer_key or "", "kv_transfer_key", VERSION, identity)
+    told = {**identity, "kv_connector": settings.kv_connector}
+    return Credentials(settings.kv_transfer_key or "", "kv_transfer_key", VERSION, told)
 
 
 def _signed(key: str, name: str, address: str) -> str:
@@ -162,15 +163,18 @@ class HoldingServer:
             case Ask(ticket=ticket, keys=keys):
                 channel.tell(Have(self._held.available(ticket, keys)))
             case Fetch(ticket=ticket, keys=keys):
-                for key in keys:
-                    content = self._held.content(ticket, key)
-                    channel.send(content or b"")
-                    if content is None:
-                        break
+                self._send(channel, (self._held.content(ticket, key) for key in keys))
             case Release(ticket=ticket):
                 self._held.release(ticket)
             case Have():
                 raise ChannelError("a Have came, which servers send")
+
+    def _send(self, channel: Channel, contents: Iterable[bytes | None]) -> None:
+        """Send contents, up to the first that is gone."""
+        for content in contents:
+            channel.send(content or b"")
+            if content is None:
+                break
 
 
 class Fetcher:
@@ -214,10 +218,7 @@ class Fetcher:
                 raise ChannelError(f"a {type(have).__name__} came instead of the keys that it has")
             if wanted := choose(set(have.keys)):
                 channel.tell(Fetch(transfer.ticket, wanted))
-            for key in wanted:
-                if not (content := channel.receive(most_bytes)):
-                    break  # it is gone since; what comes after it is not sent
-                yield key, content
+                yield from zip(wanted, self._receive(channel, len(wanted), most_bytes), strict=False)
             channel.tell(Release(transfer.ticket))
         except ChannelError as error:
             self._failed[address] = time.monotonic(), str(error)
@@ -231,6 +232,13 @@ class Fetcher:
         self._failed.pop(address, None)
         with self._lock:
             self._idle[address].append(channel)
+
+    def _receive(self, channel: Channel, count: int, most_bytes: int) -> Iterator[bytes]:
+        """What ``_send`` sends of so many contents."""
+        for _ in range(count):
+            if not (content := channel.receive(most_bytes)):
+                break  # it is gone since; what comes after it is not sent
+            yield content
 
     def close(self) -> None:
         """Fetch nothing more, and close what is idle."""

@@ -335,7 +335,7 @@ def test_a_connection_that_cannot_be_accepted_is_not_the_last(prefill: Half, dec
 def test_one_that_does_not_read_holds_up_no_other(prefill: Half, decode: Half) -> None:
     request = handed_over(prefill, ask(None))
     assert request.transfer is not None
-    address = kv_channel.split_address(request.transfer.address)
+    address = split_address(request.transfer.address)
     others = [socket.create_connection(address) for _ in range(20)]
     others[0].sendall(b"\xff" * 100)
     others[1].sendall(b"GET / HTTP/1.1\r\n\r\n")

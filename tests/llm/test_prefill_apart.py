@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -84,7 +85,7 @@ def test_the_tokens_are_those_of_one_engine(row: str, kind: str, tmp_path: Path)
         assert prefill.engine.stats().num_transfer_held == 0
 
 
-def test_what_a_role_needs_is_said(tmp_path: Path) -> None:
+def test_what_a_role_needs_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for settings, named in (
         ({"role": "decode"}, "kv_transfer_key"),
         ({"role": "prefill", **KEY, "enable_prefix_caching": False}, "enable_prefix_caching"),
@@ -94,5 +95,6 @@ def test_what_a_role_needs_is_said(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match=named):
             LLM(tmp_path, **settings)  # type: ignore[arg-type]
     make_checkpoint(tmp_path, "llama/gqa")
-    with pytest.raises(ConfigError, match="nixl is not installed; a package may offer it as the entry point nixl"):
+    monkeypatch.setitem(sys.modules, "nixl._api", None)
+    with pytest.raises(ConfigError, match="kv_connector: nixl needs the package nixl"):
         LLM(tmp_path, **SETTINGS, **KEY, role="decode", kv_connector="nixl")

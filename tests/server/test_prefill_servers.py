@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -29,11 +30,12 @@ SECONDS = 120.0
 
 
 class Servers:
-    def __init__(self, folder: Path, stack: ExitStack) -> None:
+    def __init__(self, folder: Path, stack: ExitStack, connector: str) -> None:
         self.folder, self.stack = folder, stack
         self.model = str(write_tiny_model(folder / "model"))
-        self.prefill = self.start("prefill", self.model, *SIZES, "--role", "prefill", "--kv-transfer-ttl", "3")
-        self.decode = self.start("decode", self.model, *SIZES, "--role", "decode", "--kv-transfer-timeout", "1")
+        both = [self.model, *SIZES, "--kv-connector", connector]
+        self.prefill = self.start("prefill", *both, "--role", "prefill", "--kv-transfer-ttl", "3")
+        self.decode = self.start("decode", *both, "--role", "decode", "--kv-transfer-timeout", "1")
         ways = ["--upstream", self.decode.url, "--prefill-upstream", self.prefill.url]
         self.proxy = self.start("proxy", "--backend", "openai", *ways)
         self.one = self.start("one", self.model, *SIZES)
@@ -52,10 +54,12 @@ class Servers:
         return sum(float(line.split()[-1]) for line in lines if line.startswith(name))
 
 
-@pytest.fixture(scope="module")
-def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
+@pytest.fixture(scope="module", params=["tcp", "nixl"])
+def servers(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
+    if request.param == "nixl" and find_spec("nixl") is None:
+        pytest.skip("pip install nixl")
     with ExitStack() as stack:
-        yield Servers(tmp_path_factory.mktemp("servers"), stack)
+        yield Servers(tmp_path_factory.mktemp("servers"), stack, request.param)
 
 
 def body(number: int) -> dict[str, Any]:

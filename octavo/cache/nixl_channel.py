@@ -1,0 +1,207 @@
+"""Contents of KV blocks by NIXL: a decode server reads them out of a prefill server's memory, over whatever UCX finds
+between the two, such as RDMA, shared memory or TCP.
+
+Login, tickets and messages are those of ``octavo.cache.kv_channel``; contents take another way. After a ``Fetch``::
+
+    server                                client
+    Placed(where)           ------>       reads it
+                            <------       Taken()
+    and again, up to the one that is the last
+
+UCX neither encrypts nor knows who asks. So contents can be read by whoever can read the network, while the channel has
+their digests: one that was changed is noticed. Needs the package ``nixl``, which is imported on first use.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from octavo.cache.held_blocks import HeldBlocks
+from octavo.cache.kv_channel import MAX_MESSAGE_BYTES, Fetcher, HoldingServer
+from octavo.config import CacheSettings
+from octavo.errors import CANCELLATIONS, ConfigError
+from octavo.system.channel import Channel, ChannelError
+
+STAGE_BYTES = 16 << 20
+"""Contents are read in pieces of about so many bytes: one of them is filled while others are read."""
+POLL_SECONDS = 0.0002
+KIND, UNDER_WAY = "DRAM", "PROC"
+
+Piece = npt.NDArray[np.uint8]
+
+
+class Placed(msgspec.Struct, tag="placed", array_like=True):
+    """Contents, one behind the other in the memory of an agent."""
+
+    agent: bytes
+    """What an agent tells of itself."""
+    address: int
+    sizes: list[int]
+    digests: list[bytes]
+    is_last: bool
+
+
+class Taken(msgspec.Struct, tag="taken", array_like=True):
+    """They were read."""
+
+
+_placed: msgspec.msgpack.Decoder[Placed] = msgspec.msgpack.Decoder(Placed)
+_taken: msgspec.msgpack.Decoder[Taken] = msgspec.msgpack.Decoder(Taken)
+
+
+class Agent:
+    """This process's end of NIXL, with memory that it may read into or that others may read; thread-safe."""
+
+    def __init__(self) -> None:
+        """Raises ``ConfigError``."""
+        try:
+            from nixl._api import nixl_agent, nixl_agent_config
+        except ImportError as error:
+            raise ConfigError(f"kv_connector: nixl needs the package nixl: pip install nixl ({error})") from None
+        self._agent: Any = nixl_agent(uuid.uuid4().hex, nixl_agent_config(backends=["UCX"]))
+        self._known: dict[bytes, str] = {}
+        """Names of other agents."""
+        self._free: list[Piece] = []
+        self._busy: list[tuple[Piece, Any]] = []
+        """Pieces into which others may still be read, and what reads them."""
+        self._lock = threading.Lock()
+
+    @contextlib.contextmanager
+    def memory(self, size: int) -> Iterator[Piece]:
+        """Registered memory of at least so many bytes."""
+        with self._lock:
+            self._free += [piece for piece, transfer in self._busy if self._is_over(transfer)]
+            self._busy = [known for known in self._busy if not any(known[0] is piece for piece in self._free)]
+            found = next((i for i, piece in enumerate(self._free) if len(piece) >= size), None)
+            piece = np.empty(max(size, STAGE_BYTES), np.uint8) if found is None else self._free.pop(found)
+            if found is None:
+                self._agent.register_memory([(piece.ctypes.data, len(piece), 0, "")], KIND)
+        try:
+            yield piece
+        finally:
+            with self._lock:
+                if not any(piece is other for other, _ in self._busy):
+                    self._free.append(piece)
+
+    def told(self) -> bytes:
+        """What another agent must know to read this one's memory."""
+        with self._lock:
+            found: bytes = self._agent.get_agent_metadata()
+        return found
+
+    def read(self, placed: Placed, size: int, target: Piece, seconds: float) -> None:
+        """Read what was placed. Raises ``ChannelError``, also after ``seconds``."""
+        end = time.monotonic() + seconds
+        try:
+            transfer, state = self._begin(placed, size, target)
+            while state == UNDER_WAY and time.monotonic() < end:
+                time.sleep(POLL_SECONDS)
+                with self._lock:
+                    state = self._agent.check_xfer_state(transfer)
+            with self._lock:
+                if state == UNDER_WAY:
+                    self._busy.append((target, transfer))
+                else:
+                    self._agent.release_xfer_handle(transfer)
+        except CANCELLATIONS:
+            raise
+        except Exception as error:
+            self._known.pop(placed.agent, None)
+            raise ChannelError(f"NIXL cannot read its memory: {type(error).__name__}: {error}") from None
+        if state != "DONE":
+            raise ChannelError(f"NIXL did not read its memory within {seconds:g} s: {state}")
+
+    def _begin(self, placed: Placed, size: int, target: Piece) -> tuple[Any, str]:
+        with self._lock:
+            if placed.agent not in self._known:
+                name = self._agent.add_remote_agent(placed.agent)
+                self._known[placed.agent] = name.decode() if isinstance(name, bytes) else name
+            ours = self._agent.get_xfer_descs([(target.ctypes.data, size, 0)], KIND)
+            theirs = self._agent.get_xfer_descs([(placed.address, size, 0)], KIND)
+            transfer = self._agent.initialize_xfer("READ", ours, theirs, self._known[placed.agent])
+            return transfer, self._agent.transfer(transfer)
+
+    def _is_over(self, transfer: Any) -> bool:
+        try:
+            if self._agent.check_xfer_state(transfer) == UNDER_WAY:
+                return False
+        except CANCELLATIONS:
+            raise
+        except Exception:  # its server is gone
+            pass
+        self._agent.release_xfer_handle(transfer)
+        return True
+
+
+class NixlServer(HoldingServer):
+    """Lets decode servers read what is held."""
+
+    def __init__(self, settings: CacheSettings, held: HeldBlocks, identity: Callable[[], Mapping[str, str]]) -> None:
+        """Raises ``ConfigError``, as ``HoldingServer`` does, and without the package."""
+        self._agent = Agent()
+        super().__init__(settings, held, identity)
+
+    def _send(self, channel: Channel, contents: Iterable[bytes | None]) -> None:
+        batch, size = list[bytes](), 0
+        for content in contents:
+            if content is None:
+                break
+            if batch and size + len(content) > STAGE_BYTES:
+                self._place(channel, batch, size, is_last=False)
+                batch, size = [], 0
+            batch.append(content)
+            size += len(content)
+        self._place(channel, batch, size, is_last=True)
+
+    def _place(self, channel: Channel, batch: list[bytes], size: int, is_last: bool) -> None:
+        with self._agent.memory(size) as piece:
+            piece[:size] = np.frombuffer(bytearray(b"".join(batch)), np.uint8)
+            digests = [hashlib.sha256(content).digest() for content in batch]
+            told = self._agent.told()
+            channel.tell(Placed(told, piece.ctypes.data, [len(content) for content in batch], digests, is_last))
+            channel.hear(_taken, MAX_MESSAGE_BYTES)
+
+
+class NixlFetcher(Fetcher):
+    """Reads what prefill servers hold."""
+
+    def __init__(self, settings: CacheSettings, identity: Callable[[], Mapping[str, str]]) -> None:
+        """Raises ``ConfigError``, as ``Fetcher`` does, and without the package."""
+        self._agent = Agent()
+        super().__init__(settings, identity)
+
+    def _receive(self, channel: Channel, count: int, most_bytes: int) -> Iterator[bytes]:
+        is_last = False
+        while not is_last:
+            placed = channel.hear(_placed, MAX_MESSAGE_BYTES)
+            is_last, size = placed.is_last, sum(placed.sizes)
+            count -= len(placed.sizes)
+            is_asked_for = count >= 0 and all(0 < length <= most_bytes for length in placed.sizes)
+            if not is_asked_for or len(placed.digests) != len(placed.sizes):
+                raise ChannelError("other contents were placed than were asked for")
+            content = b""
+            if size:
+                with self._agent.memory(size) as piece:
+                    self._agent.read(placed, size, piece, self._seconds)
+                    content = piece[:size].tobytes()
+            channel.tell(Taken())
+            start = 0
+            for length, digest in zip(placed.sizes, placed.digests, strict=True):
+                part = content[start : start + length]
+                if hashlib.sha256(part).digest() != digest:
+                    raise ChannelError("a content was damaged: its digest is wrong")
+                yield part
+                start += length
+
+
+CONNECTOR = NixlServer, NixlFetcher
