@@ -13,7 +13,7 @@ from octavo_fleet.routing.routers import ROUTERS
 
 REFUSED = (
     *("port", "ssl_certfile", "data_parallel_size", "state_dir", "kv_events_config", "enable_kv_events"),
-    *("kv_offload_dir", "journal", "role", "kv_transfer_address"),
+    *("kv_offload_dir", "journal", "role", "kv_transfer_address", "nnodes", "headless"),
 )
 """Settings of a single HTTP server, a folder that engines of one node would share, and what the fleet sets itself."""
 

@@ -13,12 +13,14 @@ from pathlib import Path
 
 import pytest
 
-from octavo.config import ModelSettings
+from octavo.build.serve_stages import OWN, _compute
+from octavo.config import EngineConfig, ModelSettings, to_flat
 from octavo.errors import CheckpointError, ConfigError, RanksLost
 from octavo.runtime.ranks import node_link
-from octavo.runtime.ranks.node_link import NodeLink, NodeListener, NodeLost, Order, StageOutput, join
+from octavo.runtime.ranks.node_link import NodeLink, NodeListener, NodeLost, Order, StageOutput, StartNode, join
 from octavo.runtime.ranks.start_messages import RankFailed, RankReady
 from octavo.system.channel import ChannelError, RefusedError
+from tests.llm.tiny import write_checkpoint
 from tests.runtime.thread_ranks import connected
 from tests.server.test_keys import certificate
 
@@ -140,3 +142,14 @@ def test_hosts_of_other_machines_need_a_certificate(settings: ModelSettings, tmp
     secured = replace(settings, node_ssl_certfile=str(own), node_ssl_keyfile=str(key), node_ssl_ca_certs=str(own))
     with listening(secured), pytest.raises(ChannelError, match="certificate verify failed"):
         join(replace(secured, node_ssl_ca_certs=str(another)))
+
+
+def test_a_host_with_another_checkpoint_refuses_to_compute(ends: tuple[NodeLink, NodeLink], tmp_path: Path) -> None:
+    first, other = ends
+    hosts = {"pipeline_parallel_size": 2, "nnodes": 2, "node_key": "a key", "load_format": "dummy", "device": "cpu"}
+    own = EngineConfig.from_flat({**hosts, "model": str(write_checkpoint(tmp_path)), "node_rank": 1})
+    theirs = EngineConfig.from_flat({**hosts, "model": "/a folder of the first host"})
+    flat = to_flat(own, EngineConfig)
+    first.tell(StartNode(to_flat(theirs, EngineConfig), "another fingerprint"))
+    with pytest.raises(ConfigError, match=f"the checkpoint {tmp_path} is not that of the host with node_rank 0"):
+        _compute(other, {name: flat[name] for name in OWN})
