@@ -53,7 +53,7 @@ OWN: Mapping[str, Mapping[str, str]] = {
         "toy": "octavo_fleet.backends.toy",
         "instant": "octavo_fleet.backends.instant",
     },
-    KV_CONNECTORS: {"tcp": "octavo.cache.kv_channel:CONNECTOR", "nixl": "octavo.cache.nixl_channel:CONNECTOR"},
+    KV_CONNECTORS: {"tcp": "octavo.cache.kv_channel:CONNECTOR", "nixl": "octavo_fleet.nixl_channel:CONNECTOR"},
     FRONTS: {"openai": "octavo_fleet.proxy.front:ProxyFront"},
     ENGINE_GROUPS: {
         "data_parallel": "octavo_fleet.data_parallel:DataParallelEngine",

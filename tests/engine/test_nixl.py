@@ -14,8 +14,8 @@ from octavo.types import KVTransfer
 from tests.engine.test_transfer import SETTINGS, Half, ask, handed_over, make_half, wait_for_none
 
 pytest.importorskip("nixl._api", reason="pip install nixl")
-from octavo.cache import nixl_channel
-from octavo.cache.nixl_channel import Agent, NixlFetcher, NixlServer, Placed
+from octavo_fleet import nixl_channel
+from octavo_fleet.nixl_channel import NixlAgent, NixlFetcher, NixlServer, Placed
 
 NIXL = dataclasses.replace(SETTINGS, kv_connector="nixl")
 
@@ -78,7 +78,7 @@ def test_what_is_not_as_it_was_placed_is_computed(
 
 
 def test_memory_into_which_is_still_read_is_not_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    agent, server = Agent(), Agent()
+    agent, server = NixlAgent(), NixlAgent()
     with server.memory(1000) as theirs, agent.memory(1000) as ours:
         placed = Placed(server.told(), theirs.ctypes.data, [1000], [b""], True)
         with monkeypatch.context() as patch:

@@ -59,7 +59,7 @@ _placed: msgspec.msgpack.Decoder[Placed] = msgspec.msgpack.Decoder(Placed)
 _taken: msgspec.msgpack.Decoder[Taken] = msgspec.msgpack.Decoder(Taken)
 
 
-class Agent:
+class NixlAgent:
     """This process's end of NIXL, with memory that it may read into or that others may read; thread-safe."""
 
     def __init__(self) -> None:
@@ -115,7 +115,7 @@ class Agent:
                     self._agent.release_xfer_handle(transfer)
         except CANCELLATIONS:
             raise
-        except Exception as error:
+        except BaseException as error:
             self._known.pop(placed.agent, None)
             raise ChannelError(f"NIXL cannot read its memory: {type(error).__name__}: {error}") from None
         if state != "DONE":
@@ -137,7 +137,7 @@ class Agent:
                 return False
         except CANCELLATIONS:
             raise
-        except Exception:  # its server is gone
+        except BaseException:  # its server is gone
             pass
         self._agent.release_xfer_handle(transfer)
         return True
@@ -148,7 +148,7 @@ class NixlServer(HoldingServer):
 
     def __init__(self, settings: CacheSettings, held: HeldBlocks, identity: Callable[[], Mapping[str, str]]) -> None:
         """Raises ``ConfigError``, as ``HoldingServer`` does, and without the package."""
-        self._agent = Agent()
+        self._agent = NixlAgent()
         super().__init__(settings, held, identity)
 
     def _send(self, channel: Channel, contents: Iterable[bytes | None]) -> None:
@@ -177,7 +177,7 @@ class NixlFetcher(Fetcher):
 
     def __init__(self, settings: CacheSettings, identity: Callable[[], Mapping[str, str]]) -> None:
         """Raises ``ConfigError``, as ``Fetcher`` does, and without the package."""
-        self._agent = Agent()
+        self._agent = NixlAgent()
         super().__init__(settings, identity)
 
     def _receive(self, channel: Channel, count: int, most_bytes: int) -> Iterator[bytes]:
