@@ -139,6 +139,8 @@ def read_config(values: Mapping[str, Any], max_len: int | None = None) -> ModelC
     family = encoder_family(name, keys.values) or _family(name)
     method = read_method(keys.get("quantization_config"))
     config: ModelConfig = family.read_config(keys, max_len)
+    if isinstance(config, DecoderConfig) and any(width % 2 for _, width in config.ropes):
+        raise wrong("head_dim", config.head_dim, "an even number, as rotary embeddings turn pairs")
     if (purpose := _purpose(name)) is not None and not isinstance(config, EncoderConfig):
         labels = _labels(keys, *purpose) if purpose[1] in CLASSIFIERS else None
         config = dataclasses.replace(config, has_head=False, labels=labels)

@@ -50,9 +50,10 @@ def rope_values(keys: ConfigKeys) -> dict[str, Any]:
 
 
 def rotary_width(given: Mapping[str, Any], head_dim: int, default: float = 1.0) -> int:
-    """The width of the rotated part of a head: even, and at most ``head_dim``."""
+    """The width of the rotated part of a head, at most ``head_dim``: even, unless that is odd, which goes without
+    rotation alone."""
     if head_dim % 2:
-        raise wrong("head_dim", head_dim, "an even number, as rotary embeddings turn pairs")
+        return head_dim
     factor = ConfigKeys(given).number("partial_rotary_factor", default)
     width = int(head_dim * factor) if factor <= 1 else 0
     if width < 2 or width % 2:

@@ -421,7 +421,10 @@ ROWS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "gpt2/small": ("gpt2", GPT2),
     "gpt2/scaled_by_layer": ("gpt2", {**GPT2, "n_inner": 40, "scale_attn_by_inverse_layer_idx": True}),
-    "gpt2/unscaled_untied": ("gpt2", {**GPT2, "scale_attn_weights": False, "tie_word_embeddings": False}),
+    "gpt2/unscaled_untied": (
+        "gpt2",
+        {**GPT2, "n_embd": 35, "n_head": 5, "scale_attn_weights": False, "tie_word_embeddings": False},
+    ),
 }
 OWN_ROWS = list(ROWS)
 """Of the families that have a model of their own."""

@@ -237,3 +237,10 @@ def test_the_bound_of_phimoe_is_that_of_its_configuration() -> None:
     assert config.jitter == 0.25
     with pytest.raises(CheckpointError, match="num_experts_per_tok is 3; it must be 2"):
         read(**mixture | {"num_experts_per_tok": 3})
+
+
+def test_only_heads_that_nothing_rotates_may_be_of_odd_size() -> None:
+    sizes = {"hidden_size": 35, "num_attention_heads": 5}
+    with pytest.raises(CheckpointError, match="head_dim is 7; it must be an even number"):
+        read(**sizes)
+    assert read(architectures=["BloomForCausalLM"], **sizes).head_dim == 7
