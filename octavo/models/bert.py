@@ -139,7 +139,8 @@ MPNET = BERT._replace(
     after_attention="attention.LayerNorm",
 )
 MPNET_FIRST_POSITION = 2
-MPNET_MAX_DISTANCE = 128
+MPNET_BUCKETS, MPNET_MAX_DISTANCE = 32, 128
+"""Of distances; transformers counts so many whatever a configuration says."""
 
 
 class MPNetModel(RobertaModel):
@@ -147,15 +148,12 @@ class MPNetModel(RobertaModel):
 
     @classmethod
     def read_config(cls, keys: ConfigKeys, max_len: int | None) -> EncoderConfig:
+        keys.must_be({"relative_attention_num_buckets": (MPNET_BUCKETS,)})
         config = dataclasses.replace(
             with_positions(read_encoder(keys, names=MPNET), MPNET_FIRST_POSITION),
             root="mpnet.",
             embedding_norm="embeddings.LayerNorm",
-            distances=DistancePart(
-                "encoder.relative_attention_bias",
-                keys.size("relative_attention_num_buckets", 32, low=8),
-                MPNET_MAX_DISTANCE,
-            ),
+            distances=DistancePart("encoder.relative_attention_bias", MPNET_BUCKETS, MPNET_MAX_DISTANCE),
             left_out=OTHER_HEADS,
         )
         return cls.with_head(config, keys)
