@@ -47,7 +47,7 @@ SIZES = {
         (4, "num_experts num_local_experts n_routed_experts moe_num_experts mamba_n_heads"),
         (12, "head_dim qk_nope_head_dim v_head_dim"),
         (512, "max_position_embeddings n_positions"),
-        (56, "image_size"),
+        (64, "image_size"),
         (1, "num_expert_group n_group topk_group first_k_dense_replace"),
         (16, "kv_lora_rank mamba_d_state"),
         (500, "encoder_hash_byte_group_vocab"),

@@ -39,7 +39,7 @@ from octavo.images.processors import (
     place_of,
     quarter,
 )
-from octavo.images.tiled_families import TILED, Maker
+from octavo.images.tiled_families import TILED, Maker, tokens_around
 from octavo.images.videos import VideoForm
 from octavo.weights.folder import with_architecture
 from octavo.weights.gguf.gguf_reader import vocabulary
@@ -435,14 +435,16 @@ def _llava_onevision(config: Mapping[str, Any], given: Mapping[str, Any]) -> Ima
     return dataclasses.replace(found, video=video)
 
 
-def _idefics3(config: Mapping[str, Any], given: Mapping[str, Any]) -> ImageProcessor:
+def _idefics3(config: Mapping[str, Any], given: Mapping[str, Any]) -> ImageProcessor | None:
     inner, known = config["vision_config"], config[TOKENS]
     side = int((given.get("max_image_size") or {}).get("longest_edge", inner.get("image_size", 364)))
     longest = int((given.get("size") or {}).get("longest_edge", 4 * side))
     count = (side // int(inner.get("patch_size", 14)) // int(config.get("scale_factor", 2))) ** 2
     tiles = range(1, math.ceil(longest / side) + 1)
     texts = [AROUND_TILE, WHOLE, LINE, *(place_of(row, column) for row in tiles for column in tiles)]
-    vocabulary = {text: known[text] for text in texts} | ({LINES: known[LINES]} if LINES in known else {})
+    if (vocabulary := tokens_around(config, texts)) is None:
+        return None
+    vocabulary |= {LINES: known[LINES]} if LINES in known else {}
     return ImageProcessor(
         settings={"rule": "split", "side": side, "longest": longest, "tokens": count}
         | {"splits": bool(given.get("do_image_splitting", True)), "resample": int(given.get("resample", 1))},
@@ -455,8 +457,10 @@ def _idefics3(config: Mapping[str, Any], given: Mapping[str, Any]) -> ImageProce
     )
 
 
-def _smolvlm(config: Mapping[str, Any], given: Mapping[str, Any]) -> ImageProcessor:
-    found, video = _idefics3(config, given), config[VIDEO]
+def _smolvlm(config: Mapping[str, Any], given: Mapping[str, Any]) -> ImageProcessor | None:
+    if (found := _idefics3(config, given)) is None:
+        return None
+    video = config[VIDEO]
     sampling = video.get("video_sampling") or given.get("video_sampling") or {}
     size = sampling.get("video_size") or video.get("size") or {}
     frame: dict[str, Any] = {"splits": False, "longest": int(size.get("longest_edge") or found.settings["side"])}

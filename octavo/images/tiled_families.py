@@ -41,7 +41,7 @@ def _side_of(config: Mapping[str, Any], given: Mapping[str, Any], side: int, mer
 
 
 def _cohere(config: Mapping[str, Any], given: Mapping[str, Any]) -> ImageProcessor | None:
-    if (found := _tokens(config, [TILE_END])) is None:
+    if (found := tokens_around(config, [TILE_END])) is None:
         return None
     side, count = _side_of(config, given, 512, int(config.get("downsample_factor", 2)), 16)
     splits = given.get("crop_to_patches") is not False
@@ -60,7 +60,7 @@ def _cohere(config: Mapping[str, Any], given: Mapping[str, Any]) -> ImageProcess
     )
 
 
-def _tokens(config: Mapping[str, Any], names: Sequence[str]) -> dict[str, int] | None:
+def tokens_around(config: Mapping[str, Any], names: Sequence[str]) -> dict[str, int] | None:
     """Ids of tokens around tiles; ``None`` if the vocabulary lacks any, as of a model that was trained for text."""
     if missing := [name for name in names if name not in config[TOKENS]]:
         logger.warning("images are refused: the vocabulary has no %s", ", ".join(missing))
@@ -71,7 +71,7 @@ def _tokens(config: Mapping[str, Any], names: Sequence[str]) -> dict[str, int] |
 def _aya(config: Mapping[str, Any], given: Mapping[str, Any]) -> ImageProcessor | None:
     side, count = _side_of(config, given, 364, int(config.get("downsample_factor", 2)), 14)
     least, most = int(given.get("min_patches") or 1), int(given.get("max_patches") or 12)
-    found = _tokens(config, [*(f"TILE_{number}" for number in range(1, most + 1)), "TILE_GLOBAL"])
+    found = tokens_around(config, [*(f"TILE_{number}" for number in range(1, most + 1)), "TILE_GLOBAL"])
     if found is None:
         return None
     settings = {"rule": "grid", "height": side, "width": side, "tokens": count + 1, "least": least, "most": most}
@@ -107,7 +107,7 @@ def _got_ocr2(config: Mapping[str, Any], given: Mapping[str, Any]) -> ImageProce
 
 
 def _llama4(config: Mapping[str, Any], given: Mapping[str, Any]) -> ImageProcessor | None:
-    if (found := _tokens(config, LLAMA4_MARKS)) is None:
+    if (found := tokens_around(config, LLAMA4_MARKS)) is None:
         return None
     merge = round(1 / float(config["vision_config"].get("pixel_shuffle_ratio", 0.5)))
     side, count = _side_of(config, given, 336, merge, 14)
@@ -182,7 +182,7 @@ def _lfm2(config: Mapping[str, Any], given: Mapping[str, Any]) -> ImageProcessor
     settings |= {"whole": {"rule": "area", "factor": factor, "shortest": factor, **areas}}
     settings |= {"tolerance": float(given.get("max_pixels_tolerance") or 2.0), "tokens": (tile // factor) ** 2}
     places = [LFM_PLACE.format(row, column) for row in range(1, most + 1) for column in range(1, most // row + 1)]
-    if (found := _tokens(config, [*places, LFM_WHOLE])) is None:
+    if (found := tokens_around(config, [*places, LFM_WHOLE])) is None:
         return None
     return ImageProcessor(
         settings=settings | {"resample": int(given.get("resample", 2))},
@@ -200,7 +200,7 @@ def _lfm2(config: Mapping[str, Any], given: Mapping[str, Any]) -> ImageProcessor
 def _minicpm(config: Mapping[str, Any], given: Mapping[str, Any]) -> ImageProcessor | None:
     is_numbered = given.get("use_image_id") is not False
     names = [*SLICE_MARKS, LINE, *((*NUMBER_MARKS, *string.digits) if is_numbered else ())]
-    if (found := _tokens(config, names)) is None:
+    if (found := tokens_around(config, names)) is None:
         return None
     patch = int(given.get("patch_size") or config["vision_config"].get("patch_size") or 14)
     merge = 2 if (given.get("downsample_mode") or config.get("downsample_mode")) == "4x" else 4

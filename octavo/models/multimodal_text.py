@@ -66,10 +66,12 @@ TEXT_MODELS: dict[str, tuple[str, Mapping[str, Any]]] = {
     "glm_ocr_text": ("Glm4ForCausalLM", GLM),
     "granite": ("GraniteForCausalLM", {}),
     "gpt_oss": ("GptOssForCausalLM", {}),
+    "hyperclovax": ("HyperCLOVAXForCausalLM", {}),
     "internlm2": ("InternLM2ForCausalLM", {}),
     "kimi_k2": ("DeepseekV3ForCausalLM", {}),
     "lfm2": ("Lfm2ForCausalLM", {}),
     "lfm2_moe": ("Lfm2MoeForCausalLM", {}),
+    "lfm3": ("Lfm3ForCausalLM", {}),
     "lightonocr_text": ("Qwen3ForCausalLM", {}),
     "llama4_text": ("Llama4ForCausalLM", {}),
     "llama": ("LlamaForCausalLM", LLAMA),
@@ -92,6 +94,7 @@ TEXT_MODELS: dict[str, tuple[str, Mapping[str, Any]]] = {
     "qwen3_5_text": ("Qwen3_5ForCausalLM", {}),
     "qwen3_vl_moe_text": ("Qwen3MoeForCausalLM", {"norm_topk_prob": True}),
     "qwen3_vl_text": ("Qwen3ForCausalLM", {"rms_norm_eps": 1e-6}),
+    "step3p5": ("Step3p5ForCausalLM", {}),
 }
 """``model_type`` of a text part to its architecture, and defaults that published configurations omit."""
 NEEDLESS: dict[str, Mapping[str, Any]] = {
@@ -103,12 +106,16 @@ TEXT_PARTS: dict[str, str] = {
     "DeepseekOCRForCausalLM": "deepseek",
     "DeepseekOcr2ForConditionalGeneration": "deepseek_ocr2_text",
     "DeepseekVLV2ForCausalLM": "deepseek_v2",
+    "DeepseekVLForConditionalGeneration": "llama",
     "AyaVisionForConditionalGeneration": "cohere2",
+    "AudioFlamingo3ForConditionalGeneration": "qwen2",
     "Cohere2VisionForConditionalGeneration": "cohere2",
     "Exaone4_5_ForConditionalGeneration": "exaone4",
+    "GlmAsrForConditionalGeneration": "llama",
     "Glm4vMoeForConditionalGeneration": "glm4v_moe_text",
     "GlmOcrForConditionalGeneration": "glm_ocr_text",
     "GotOcr2ForConditionalGeneration": "qwen2",
+    "HyperCLOVAXVisionV2ForConditionalGeneration": "hyperclovax",
     "Gemma3ForConditionalGeneration": "gemma3_text",
     "Gemma3nForConditionalGeneration": "gemma3n_text",
     "Gemma4ForConditionalGeneration": "gemma4_text",
@@ -123,6 +130,7 @@ TEXT_PARTS: dict[str, str] = {
     "KimiVLForConditionalGeneration": "deepseek_v3",
     "Kimi_K25ForConditionalGeneration": "deepseek_v3",
     "Lfm2VlForConditionalGeneration": "lfm2",
+    "Lfm3VlForConditionalGeneration": "lfm3",
     "LightOnOCRForConditionalGeneration": "qwen3",
     "LightOnOcrForConditionalGeneration": "qwen3",
     "Llama4ForConditionalGeneration": "llama4_text",
@@ -131,7 +139,10 @@ TEXT_PARTS: dict[str, str] = {
     "LlavaNextVideoForConditionalGeneration": "llama",
     "LlavaOnevisionForConditionalGeneration": "qwen2",
     "MiniCPMV4_6ForConditionalGeneration": "qwen3_5_text",
+    "MiniCPMV4_7ForConditionalGeneration": "qwen3_5_text",
+    "MiniCPMOcrForConditionalGeneration": "qwen3_5_text",
     "Mistral3ForConditionalGeneration": "mistral",
+    "MusicFlamingoForConditionalGeneration": "qwen2",
     "Ovis2ForConditionalGeneration": "qwen2",
     "PaddleOCRVLForConditionalGeneration": "paddleocr_vl_text",
     "PaliGemmaForConditionalGeneration": "gemma",
@@ -143,10 +154,13 @@ TEXT_PARTS: dict[str, str] = {
     "Qwen2_5_VLForConditionalGeneration": "qwen2_5_vl_text",
     "Qwen3_5ForConditionalGeneration": "qwen3_5_text",
     "Qwen3_5MoeForConditionalGeneration": "qwen3_5_moe_text",
+    "Qwen3ASRForConditionalGeneration": "qwen3",
     "Qwen3OmniMoeForConditionalGeneration": "qwen3_omni_moe_text",
     "Qwen3VLForConditionalGeneration": "qwen3_vl_text",
     "Qwen3VLMoeForConditionalGeneration": "qwen3_vl_moe_text",
     "SmolVLMForConditionalGeneration": "llama",
+    "Step3p7ForConditionalGeneration": "step3p5",
+    "VideoLlama3ForConditionalGeneration": "qwen2",
     "VideoLlavaForConditionalGeneration": "llama",
     "VipLlavaForConditionalGeneration": "llama",
     "VoxtralForConditionalGeneration": "llama",
@@ -164,9 +178,9 @@ PREFIXES = {
 }
 """Prefixes of the text part's weights, and the corresponding prefixes in a text-only checkpoint."""
 LEFT_OUT = re.compile(
-    r"((model|thinker)\.)?(vision|vision_tower|vision_model|vision_encoder|vision_projection|visual|visual_embeddings_table|connector|"
+    r"((model|thinker)\.)?(aligner|vision|vision_tower|vision_model|vision_encoder|vision_project(ion|or)|visual|visual_embeddings_table|connector|"
     r"multi_modal_projector|mm_projector|projector|mlp_AR|mlp1|patch_merge_mlp|merger|image_newline|image_tower|video_tower|audio_tower|embed_vision|"
-    r"embed_audio|vision_embedder|view_sep[ea]rator|sam_model|qwen2_model|talker|code2wav|token2wav)\b"
+    r"embed_audio|vision_embedder|vit_large_projector|view_sep[ea]rator|sam_model|qwen2_model|talker|code2wav|token2wav)\b"
 )
 """Names of the other parts."""
 OF_HEADS = re.compile(r"(lm_head|score|classifier)\.")
