@@ -31,6 +31,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
+import numpy as np
+
 from octavo.cache.held_blocks import BlockToHold, HeldBlocks
 from octavo.cache.kv_channel import Fetcher, HoldingServer
 from octavo.cache.node import Node, as_digest, folded
@@ -39,7 +41,7 @@ from octavo.system.channel import ChannelError
 from octavo.system.cpus import num_cpus
 from octavo.types import KVTransfer, Sequence, Tokens
 
-MAX_PENDING, PENDING_BYTES = 1024, 4 << 30
+MAX_PENDING, PENDING_BYTES = 1024, 2 << 30
 """Most blocks pending to be saved, and when there are so many bytes of them; further evicted blocks are dropped."""
 MAX_PENDING_STATES = 16
 """Most recurrent states among them: each is as large as many blocks."""
@@ -52,7 +54,7 @@ MAX_HINTS = 8
 """Most sessions of an API key that are read at a time because of hints."""
 HINT_SHARE = 0.5
 """Largest share of the host memory's room that one of them may take."""
-CLOSING_SECONDS = 3.0
+CLOSING_SECONDS = 6.0
 """How long cached blocks are written to disk when the engine ends or falls asleep."""
 CLOSING_POLL_SECONDS = 0.002
 
@@ -247,7 +249,7 @@ class Offload:
             self._pending_states.discard(key)
 
     def _keep(self, key: bytes, content: Content) -> None:
-        content = bytes(content)
+        content = np.frombuffer(content, np.uint8).copy().data  # other threads run meanwhile, unlike with bytes()
         self.host.put(key, content)
         if self.disk is not None:
             self.disk.put(key, content)

@@ -49,7 +49,7 @@ PATIENCE = 5
 """Consecutive failed engine starts after which new requests are rejected."""
 READY_SECONDS = 5.0
 """After this much silence the engine is reported as not ready, though it may only be slow."""
-STOP_GRACE = 5.0
+STOP_GRACE = 9.0
 """Seconds between the stop message and SIGKILL."""
 DRAIN_POLL_SECONDS = 0.02
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from octavo_bench.chaos.tiny_model import write_tiny_model
-from octavo_bench.outliving import damage, measure
+from octavo_bench.outliving import damage, measure, run
 
 
 def test_what_is_damaged_is_not_what_it_was(tmp_path: Path) -> None:
@@ -33,3 +33,13 @@ def test_a_prompt_outlives_each_end_of_its_server(tmp_path: Path, socket_folder:
     assert all(row["cached_tokens"] == 480 for row in ends if "kill" not in row["case"]), "but for the last block"
     assert damaged["bad_files"] == 5
     assert damaged["cached_tokens"] < 5 * 96
+
+
+@pytest.mark.nightly
+def test_large_blocks_outlive_each_end_of_their_server() -> None:
+    """16 MiB each, of which the random model "wide" has one for 8 tokens."""
+    found = run("wide", kv_cache_memory=0.3, prompt=64, idle=5, damaged=2)
+    *ends, damaged = found["rows"]
+    assert all(row["right"] == row["requests"] for row in found["rows"])
+    assert all(row["cached_tokens"] == 56 for row in ends if "kill" not in row["case"]), "but for the last block"
+    assert damaged["bad_files"] == 2

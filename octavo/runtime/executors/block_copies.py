@@ -73,7 +73,7 @@ class DeviceBlockCopies(HostBlockCopies):
     """Copies for a ``KVStorage`` on a CUDA device, through pinned memory on a separate stream.
 
     A copy waits for the steps sent before it; steps sent after it wait until it has read or written.
-    The host waits only in ``BlockContent.wait``, in the thread that calls it.
+    The host waits only in ``BlockContent.wait``, in the thread that calls it, and in ``write`` while much is staged.
     """
 
     def __init__(self, storage: KVStorage, steps: torch.cuda.Stream) -> None:
