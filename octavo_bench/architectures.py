@@ -42,7 +42,7 @@ SIZES = {
         (NUM_LAYERS // 2, "num_layers"),
         (2, "depth num_kv_shared_layers encoder_layers num_key_value_heads num_experts_per_tok"),
         (2, "num_experts_per_token moe_topk zero_expert_num moe_k layer_group_size"),
-        (9, "mm_tokens_per_image"),
+        (4, "mm_tokens_per_image"),
         (4, "num_attention_heads num_heads n_head n_heads decoder_attention_heads encoder_attention_heads"),
         (4, "num_experts num_local_experts n_routed_experts moe_num_experts mamba_n_heads"),
         (12, "head_dim qk_nope_head_dim v_head_dim"),
