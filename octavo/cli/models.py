@@ -153,13 +153,17 @@ def _check(config: EngineConfig) -> int:
 
 
 def _read_model(config: EngineConfig, path: Path, checkpoint: Checkpoint) -> ModelConfig:
-    """The model's configuration, checked, of an encoder with the head that it needs."""
+    """The model's configuration, checked, of an encoder with the head that it needs; and that of its tower."""
     from octavo.build.build_encoder import with_pooling
+    from octavo.images.families import read_processor
     from octavo.models.config_checks import check_sizes
     from octavo.models.encoder import EncoderConfig
     from octavo.models.multimodal_text import overridden_config
     from octavo.models.registry import read_config
+    from octavo.models.vision.towers import read_vision
 
+    if not config.model.language_model_only and read_vision(checkpoint.config) is not None:
+        read_processor(path)
     model = read_config(overridden_config(checkpoint.config, config.model.hf_overrides), config.model.max_model_len)
     check_sizes(model, checkpoint)
     return with_pooling(config, path, model)[0] if isinstance(model, EncoderConfig) else model

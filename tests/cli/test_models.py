@@ -23,6 +23,7 @@ from octavo.weights.checkpoint import open_checkpoint
 from tests.models.adapter_files import make_adapter
 from tests.models.encoder_families import make_encoder
 from tests.models.families import FIRST_ROWS, ROWS, make_checkpoint
+from tests.models.test_text_part import make as make_wrapper
 from tests.tiers import one_in
 
 FITTING = ["--device", "cpu", "--num-kv-blocks", "40"]
@@ -39,6 +40,18 @@ def test_every_family_is_listed(capsys: pytest.CaptureFixture[str]) -> None:
         for line in lines
     )
     assert all(len(line.split()) > 5 for line in lines[1:])
+
+
+def test_a_tower_that_cannot_be_built_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As a start does it."""
+    make_wrapper(tmp_path)
+    config = tmp_path / "config.json"
+    assert main(["models", str(tmp_path), *FITTING]) == 0
+    config.write_text(json.dumps({**json.loads(config.read_text()), "mm_tokens_per_image": 3}))
+    capsys.readouterr()
+    assert main(["models", str(tmp_path), *FITTING]) != 0
+    assert "mm_tokens_per_image is 3" in "".join(capsys.readouterr())
+    assert main(["models", str(tmp_path), "--language-model-only", *FITTING]) == 0
 
 
 def test_families_say_which_layers_have_windows() -> None:
