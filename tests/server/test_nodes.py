@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import random
 import signal
@@ -47,7 +48,11 @@ class SecondHost:
         self.process = psutil.Popen(self._command)
 
     def ranks(self) -> list[int]:
-        return [child.pid for child in self.process.children() if "octavo.rank_process" in child.cmdline()]
+        found = []
+        for child in self.process.children():
+            with contextlib.suppress(psutil.NoSuchProcess):  # it has just ended
+                found += [child.pid] if "octavo.rank_process" in child.cmdline() else []
+        return found
 
     def end(self) -> None:
         self.process.kill()
