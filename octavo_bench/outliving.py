@@ -33,11 +33,17 @@ SHORT_PROMPT = 100
 RANDOM_MODELS: dict[str, tuple[dict[str, Any], list[str]]] = {
     "tiny": ({}, []),
     "wide": (
-        {"num_hidden_layers": 16, "num_attention_heads": 64, "num_key_value_heads": 64, "head_dim": 256},
-        ["--block-size", "8"],
+        {
+            "hidden_size": 32,
+            "num_hidden_layers": 32,
+            "num_attention_heads": 64,
+            "num_key_value_heads": 64,
+            "head_dim": 256,
+        },
+        ["--block-size", "4"],
     ),
 }
-"""What each changes in the tiny model's configuration, and flags of its servers. "wide" has 2 MiB of keys and values
+"""What each changes in the tiny model's configuration, and flags of its servers. "wide" has 4 MiB of keys and values
 for a token, in blocks of 16 MiB: as large as those of a real model, and hardly anything else to compute."""
 
 

@@ -30,7 +30,7 @@ from octavo.steps.messages import (
     WriteState,
 )
 
-STAGED_BYTES = 256 << 20
+STAGED_BYTES = 96 << 20
 """Most pinned memory with contents on their way to the device; one that is larger is alone."""
 
 
