@@ -262,14 +262,15 @@ class GroupedExperts(NamedTuple):
 
 
 def join_experts(parts: list[PackedGroups]) -> PackedGroups | None:
-    """Experts' weights one after the other; ``None`` where they differ in form or do not end with a whole tile."""
+    """Weights of experts, of one or several each, one after the other; ``None`` where they differ in form or do not end
+    with a whole tile."""
     first = parts[0]
-    forms = {(part.number, part.shape, part.group, part.zeros_GN is None, part.minima_GN is None) for part in parts}
-    if len(forms) > 1 or first.shape[0] % TILE or any(part.order_K is not None for part in parts):
+    forms = {(part.number, part.shape[1], part.group, part.zeros_GN is None, part.minima_GN is None) for part in parts}
+    if len(forms) > 1 or any(part.shape[0] % TILE or part.order_K is not None for part in parts):
         return None
     return PackedGroups(
         first.number,
-        (first.shape[0] * len(parts), first.shape[1]),
+        (sum(part.shape[0] for part in parts), first.shape[1]),
         torch.cat([part.words for part in parts]),
         _joined([part.scales_GN for part in parts]),
         None if first.zeros_GN is None else _joined([part.zeros_GN for part in parts if part.zeros_GN is not None]),

@@ -8,11 +8,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from octavo.layers.experts import DenseMixture, PackedMixture, StoredExperts, make_mixture
+from octavo.layers import experts
+from octavo.layers.experts import DenseMixture, GroupedMixture, PackedMixture, StoredExperts, make_mixture
 from octavo.ops import dispatch
 from octavo.ops.linear import Activation
 from octavo.ops.moe import ClampedSwish
+from octavo.quant.stored import scaled
 from octavo.quant.stored.blocks import GgufStored
+from octavo.quant.stored.scaled import ScaledStored
 from octavo.quant.stored.stored_weight import DenseStored, StoredWeight, WeightFormat
 from tests.ops.cpu_cases import needs_float_kernels, random_blocks
 
@@ -78,3 +81,27 @@ def test_a_kernel_of_all_experts_is_for_dense_ones(monkeypatch: pytest.MonkeyPat
     monkeypatch.undo()
     with dispatch.only(dispatch.REFERENCE):
         assert isinstance(make_mixture(experts, PACKING), DenseMixture)
+
+
+@pytest.mark.parametrize("at_once", [1, 3, X])
+def test_experts_are_packed_some_at_a_time(at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As those of a GPU are, whose kernels are not asked here; the last time there may be fewer."""
+    for module in (experts, scaled):
+        monkeypatch.setattr(module, "packs_groups", lambda form: form.packs)
+    monkeypatch.setattr(experts, "PACKED_AT_ONCE", at_once * 2 * F * D)
+
+    def matrix(rows: int, columns: int, seed: int) -> StoredWeight:
+        values = (torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed)) * 20).to(
+            torch.float8_e4m3fn
+        )
+        return ScaledStored(values, torch.full((rows // 16, columns // 32), 0.01 * (1 + seed)), (16, 32))
+
+    weights = StoredExperts(
+        X, lambda i: [matrix(F, D, i), matrix(F, D, X + i)], lambda i: [matrix(D, F, 2 * X + i)], "silu"
+    )
+    found = make_mixture(weights, PACKING)
+    assert isinstance(found, GroupedMixture)
+    dense = make_mixture(weights, DENSE)
+    assert isinstance(dense, DenseMixture)
+    assert torch.equal(found.experts.gate_up.unpack().view(X, 2 * F, D), dense.experts.gate_up)
+    assert torch.equal(found.experts.down.unpack().view(X, D, F), dense.experts.down)

@@ -98,6 +98,7 @@ def test_experts_that_differ_are_not_joined(device: str) -> None:
     first = random_groups(device, "int4", 32, 64, 32)
     assert join_experts([first, random_groups(device, "int4", 32, 64, 64)]) is None
     assert join_experts([random_groups(device, "int4", 24, 64, 32)]) is None
-    joined = join_experts([first, random_groups(device, "int4", 32, 64, 32)])
+    joined = join_experts([first, random_groups(device, "int4", 48, 64, 32)])  # two experts at a time, and then three
     assert joined is not None
+    assert joined.shape == (80, 64)
     assert torch.equal(joined.rows(torch.arange(32, device=device)), first.unpack())
