@@ -32,6 +32,9 @@ from octavo_server.tenants.api_keys import Keys, caller_of
 MAX_SHOWN_FIELDS = 16
 MAX_SHOWN_MODELS = 16
 MAX_TENANT = 256
+NO_NAMES = ("", "tgi", "dummy")
+"""Names that stand for the served model, whichever it is: the clients text-generation and huggingface_hub send the
+last two when they are given no name but a URL."""
 
 logger = logging.getLogger("octavo.server")
 
@@ -217,11 +220,11 @@ class ModelServices:
         return self.config.server.accept_any_model or self.config.model.backend == "toy"
 
     def check_model(self, name: str) -> None:
-        """Raise ``ModelNotFound`` unless ``name`` is this server's model, an adapter, or empty, or any is accepted."""
+        """Raise ``ModelNotFound`` unless ``name`` is this server's model, an adapter, or no name, or any is accepted."""
         adapters = self.engine.adapters
         if name in adapters.known:
             adapters.check(name)
-        elif name and name not in self.model_names and not self.accepts_any_model:
+        elif name not in (*NO_NAMES, *self.model_names) and not self.accepts_any_model:
             names = [each for model in self.server.models for each in model.served_names]
             served = ", ".join(f"`{printable(each)}`" for each in names[:MAX_SHOWN_MODELS])
             message = f"The model `{printable(name)}` does not exist. This server serves {served}."

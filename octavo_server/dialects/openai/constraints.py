@@ -269,6 +269,8 @@ def _named(choice: Any) -> str:
 
 
 FORMAT_TYPES = ("text", "json_object", "json_schema", "structural_tag")
+TGI_FORMAT_TYPES = ("json", "regex")
+"""Of TGI's chat completions: the schema or the pattern is their ``value``."""
 MAX_NAME_LENGTH = 64
 
 
@@ -324,6 +326,8 @@ def _response_format(given: Mapping[str, Any]) -> GrammarSource | None:
         return _json_schema(given.get("json_schema"))
     if kind == "structural_tag":
         return _made("response_format", _structural_tag, given)
+    if kind in TGI_FORMAT_TYPES:
+        return _made("response_format", KINDS[kind], given.get("value"), "response_format.value")
     raise InvalidParameter("response_format", f"'response_format.type' must be one of {', '.join(FORMAT_TYPES)}.")
 
 

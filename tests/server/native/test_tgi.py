@@ -38,6 +38,30 @@ def test_a_text_and_its_stream(server: Served, client: InferenceClient) -> None:
     assert full == "Hi" + ANSWER[:4]
 
 
+def test_chats_need_no_name_of_the_model(server: Served, client: InferenceClient) -> None:
+    """huggingface_hub calls it "dummy" when it knows only a URL, text-generation and TGI's documentation "tgi"."""
+    question = [{"role": "user", "content": "Hi"}]
+    answer = client.chat_completion(question, max_tokens=5)
+    assert (answer.choices[0].message.content, answer.model) == (ANSWER[:5], "test")
+    parts = client.chat_completion(question, max_tokens=5, stream=True)
+    assert "".join(part.choices[0].delta.content or "" for part in parts if part.choices) == ANSWER[:5]
+    assert server.chat(model="tgi").json()["model"] == "test"
+    assert server.chat(model="tgi2").status_code == 404
+
+
+@pytest.mark.parametrize(
+    ("kind", "value", "wrong"),
+    [("json", {"type": "object"}, 5), ("json", '{"type": "object"}', "{"), ("regex", "a+", None)],
+)
+def test_chats_take_the_forms_of_tgi(server: Served, kind: str, value: Any, wrong: Any) -> None:
+    assert server.chat(response_format={"type": kind, "value": value}).status_code == 200
+    given = server.engine.requests[-1].params.grammar
+    server.chat(**{f"guided_{kind}": value})
+    assert given == server.engine.requests[-1].params.grammar is not None
+    error = server.chat(response_format={"type": kind, "value": wrong}).json()["error"]
+    assert error["message"].startswith("'response_format.value' must be ")
+
+
 def test_the_server_describes_itself(server: Served) -> None:
     info = server.client.get("/info").json()
     assert info["model_id"] == server.app.state.services.first.model_name
