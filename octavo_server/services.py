@@ -220,7 +220,7 @@ class ModelServices:
         return self.config.server.accept_any_model or self.config.model.backend == "toy"
 
     def check_model(self, name: str) -> None:
-        """Raise ``ModelNotFound`` unless ``name`` is this server's model, an adapter, or no name, or any is accepted."""
+        """Raise ``ModelNotFound`` unless ``name`` is this model, an adapter, or no name, or any is accepted."""
         adapters = self.engine.adapters
         if name in adapters.known:
             adapters.check(name)

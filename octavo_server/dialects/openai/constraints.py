@@ -260,7 +260,8 @@ def _allowed(given: Any) -> tuple[str, set[str]]:
 
 
 def _named(choice: Any) -> str:
-    kind = choice.get("type") if isinstance(choice, Mapping) else None
+    # Hugging Face's clients send the function alone.
+    kind = choice.get("type", "function") if isinstance(choice, Mapping) else None
     named = choice.get(kind) if kind in ("function", "custom") else None
     name = named.get("name") if isinstance(named, Mapping) else None
     if not isinstance(name, str):

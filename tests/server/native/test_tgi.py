@@ -49,6 +49,14 @@ def test_chats_need_no_name_of_the_model(server: Served, client: InferenceClient
     assert server.chat(model="tgi2").status_code == 404
 
 
+def test_a_chat_names_a_function_without_a_type(server: Served, client: InferenceClient) -> None:
+    tools: Any = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
+    for choice in ({"function": {"name": "f"}}, {"type": "function", "function": {"name": "f"}}):
+        client.chat_completion([{"role": "user", "content": "Hi"}], tools=tools, tool_choice=choice, max_tokens=1)
+    named, same = server.engine.requests[-2:]
+    assert named.params.grammar == same.params.grammar is not None
+
+
 @pytest.mark.parametrize(
     ("kind", "value", "wrong"),
     [("json", {"type": "object"}, 5), ("json", '{"type": "object"}', "{"), ("regex", "a+", None)],
