@@ -192,6 +192,10 @@ def _with_format(schema: Schema, path: str) -> Schema:
     result = {key: value for key, value in schema.items() if key not in ANNOTATIONS}
     if result.get("uniqueItems") is False:
         del result["uniqueItems"]
+    if isinstance(pattern := result.get("pattern"), str) and len(parts := _without_lookahead(pattern)) > 1:
+        del result["pattern"]
+        others = result.get("allOf")
+        result["allOf"] = [*(others if isinstance(others, list) else []), *({"pattern": part} for part in parts)]
     name = result.get("format")
     if not isinstance(name, str) or name in KNOWN:
         return result
@@ -203,3 +207,35 @@ def _with_format(schema: Schema, path: str) -> Schema:
         others = result.get("allOf")
         result["allOf"] = [*(others if isinstance(others, list) else []), {"pattern": pattern}]
     return result
+
+
+_PARTS = re.compile(r"\\.|\[(?:\\.|[^\]\\])*\]|[()|]", re.DOTALL)
+_ONLY = re.compile(r"\^?\[([^\]\\^][^\]\\]*)\]\*\$")
+
+
+def _without_lookahead(pattern: str) -> list[str]:
+    """Patterns that all match where ``pattern`` does: what it looks ahead for at its beginning, and the rest.
+
+    Of what must not come, only ``(?!^[...]*$)`` is understood, as in pydantic's pattern of a ``Decimal``: another
+    character must come. A pattern that has other forms is returned as it is.
+    """
+    parts, rest = list[str](), pattern.removeprefix("^")
+    while pattern.startswith("^") and rest.startswith(("(?=", "(?!")):
+        kind, rest = rest[:3], rest[3:]
+        inner, rest = rest[: (end := _end(rest))], rest[end:]
+        only = _ONLY.fullmatch(inner)
+        if not rest.startswith(")") or (kind == "(?!" and only is None):
+            return [pattern]
+        parts.append(f"[^{only[1]}]" if kind == "(?!" and only else f"^(?:{inner})")
+        rest = rest[1:]
+    return [*parts, f"^{rest}"] if parts and _end(rest) == len(rest) else [pattern]
+
+
+def _end(pattern: str) -> int:
+    """Where the first alternative of ``pattern``, or the group whose inside it begins with, ends."""
+    depth = 0
+    for found in _PARTS.finditer(pattern):
+        depth += {"(": 1, ")": -1}.get(found[0], 0)
+        if depth < 0 or (depth == 0 and found[0] == "|"):
+            return found.start()
+    return len(pattern)

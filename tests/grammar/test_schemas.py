@@ -140,6 +140,35 @@ def test_formats_of_time(name: str, taken: Sequence[str], refused: Sequence[str]
             assert is_taken == (text in taken), text
 
 
+TEXTS = ("", "-", "+.", "7", "-0.50", ".5", "1e5", "a1", "abcd1", "ABCD1", "1x", "x", "(1)", "c", "xc", "b", "ab")
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        r"^(?!^[-+.]*$)[+-]?0*\d*\.?\d*$",  # pydantic's of a Decimal
+        r"^(?=.*\d)(?=.*[a-z()|])(?:[a-z\d]{4,6}|..?)$",
+        r"^(?=.*\))[(](\d|x)\)$",
+        r"^(?=x).*(?:c|d)$",
+    ],
+)
+def test_patterns_that_look_ahead_at_their_beginning(pattern: str) -> None:
+    schema = {"type": "string", "pattern": pattern, "maxLength": 5}
+    matcher = compile_matcher(normalised(forms.grammar_text(forms.json_schema(schema))), tokenizer())
+    taken = []
+    for text in TEXTS:
+        tokens, fresh = list(json.dumps(text).encode()), matcher.deep_copy()
+        if fresh.try_consume_tokens(tokens) == len(tokens) and fresh.is_accepting():
+            taken.append(text)
+    assert taken == [text for text in TEXTS if re.search(pattern, text)] != []
+
+
+@pytest.mark.parametrize("pattern", ["^(?=a)b|c", "^(?=a|b).", "^(?!a)b", "^a(?=b)", "^(?=a", "^(?<=a)b"])
+def test_other_patterns_that_look_ahead_are_refused(pattern: str) -> None:
+    with pytest.raises(GrammarError):
+        compile_matcher(normalised(forms.grammar_text(forms.json_schema({"pattern": pattern}))), tokenizer())
+
+
 ENDLESS = [
     {},
     True,
