@@ -65,4 +65,4 @@ def invariant_tiles(T: int, num_outputs: int, K: int, dtype: torch.dtype, is_gat
 
 def _time_apart(tiles: int, chunks: int, splits: int, at_once: int) -> int:
     """The time in which so many programs at once do the splits of these tiles, in that of a chunk of columns."""
-    return triton.cdiv(tiles * splits, at_once) * (triton.cdiv(chunks, splits) + RAMP)
+    return int(triton.cdiv(tiles * splits, at_once) * (triton.cdiv(chunks, splits) + RAMP))
