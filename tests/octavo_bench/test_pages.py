@@ -92,7 +92,7 @@ def test_settings_exist(capsys: pytest.CaptureFixture[str]) -> None:
 def test_throughput_is_that_of_the_records() -> None:
     lines = COMPARISONS.read_text().splitlines()
     rows = [line for line in lines if "/peer_" in line and not SEVERAL_GPUS.search(line) and line[0] == "|"]
-    assert len(rows) == 14
+    assert len(rows) == 16
     for line in rows:
         files = RECORD.findall(line)
         assert cells(line)[2:] == [as_shown(files, f"W{n}", "output_tok_s") for n in (1, 2, 3, 4)]
