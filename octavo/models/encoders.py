@@ -104,13 +104,19 @@ def load_encoder(
     return LoadedEncoder(model, weights.num_parameters, sizes, maps)
 
 
+MOST_SLICED = (2**31 - 1) // (3 * 127 * 127)
+"""Inputs of which sums of three products of bytes fit 32 bits: all but those of the largest T5."""
+
+
 def _of_encoder(weight: LinearWeight) -> LinearWeight:
     """The weight as slices where a kernel multiplies these."""
     if type(weight) is not DenseWeight:
         return weight
     dtype = weight.dtype or weight.weight_NK.dtype
     has_kernel = sliced_linear.chosen(weight.weight_NK.device.type, dtype) != REFERENCE
-    return SlicedWeight(SlicedValues.pack(weight.weight_NK), dtype) if has_kernel else weight
+    if not has_kernel or weight.weight_NK.shape[1] > MOST_SLICED:
+        return weight
+    return SlicedWeight(SlicedValues.pack(weight.weight_NK), dtype)
 
 
 class SlicedWeight(PackedWeight[SlicedValues]):

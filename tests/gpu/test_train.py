@@ -23,6 +23,11 @@ def test_bits_are_those_of_sampling(row: str, settings: dict[str, Any], tmp_path
     check_bits(row, {**CUDA, **settings}, True, tmp_path)
 
 
+def test_bits_of_sums_in_several_parts(tmp_path: Path) -> None:
+    """As products with many inputs have."""
+    check_bits("llama/gqa", CUDA, True, tmp_path, hidden_size=256, intermediate_size=512)
+
+
 @pytest.mark.parametrize("row", ["llama/biases", "gemma2/capped", "granite_swa/sinks", "mistral/window"])
 def test_gradients_are_those_of_a_cpu(row: str, tmp_path: Path) -> None:
     make_checkpoint(tmp_path, row)

@@ -100,10 +100,10 @@ def test_bits_are_those_of_sampling(row: str, settings: dict[str, Any], is_16_bi
     check_bits(row, settings, is_16_bits, tmp_path)
 
 
-def check_bits(row: str, settings: dict[str, Any], is_16_bits: bool, tmp_path: Path) -> None:
+def check_bits(row: str, settings: dict[str, Any], is_16_bits: bool, tmp_path: Path, **sizes: int) -> None:
     """Before and after an update with the policy's weights, which are rounded to the checkpoint's type."""
     folder = write_checkpoint(tmp_path / "a")
-    make_checkpoint(folder, row, vocab_size=264)
+    make_checkpoint(folder, row, vocab_size=264, **sizes)
     if is_16_bits:
         tensors = load_file(folder / "model.safetensors")
         save_file({name: x.bfloat16() for name, x in tensors.items()}, folder / "model.safetensors")

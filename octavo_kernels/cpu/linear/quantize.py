@@ -83,7 +83,7 @@ def term_bytes(group: int, joined: int) -> int:
 
 @inlined
 def zero_of_bytes(zero_point: int, joined: int) -> int:
-    """The zero point of a group's numbers as they are multiplied; see ``block_scales.joined_numbers``."""
+    """The zero point of a group's numbers as they are multiplied; see ``block_scales.times_multiple``."""
     return zero_point * (LARGEST_MULTIPLE if joined > 1 else 1)
 
 

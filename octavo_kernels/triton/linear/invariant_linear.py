@@ -28,7 +28,7 @@ the device that is there."""
 MAX_SPLITS = 8
 RAMP, ENOUGH = 4, 1.1
 """Chunks of columns that a program could multiply while it starts and ends; and how much longer splits may take in
-turn, which need not be written and read."""
+turn."""
 
 
 class InvariantTiles(NamedTuple):
@@ -60,7 +60,8 @@ def invariant_tiles(T: int, num_outputs: int, K: int, dtype: torch.dtype, is_gat
     tiles = triton.cdiv(num_outputs, config.block_n) * triton.cdiv(T, block_t)
     in_turn = triton.cdiv(tiles, at_once) * (chunks + RAMP * splits)
     apart = _time_apart(tiles, chunks, splits, at_once)
-    return InvariantTiles(config, block_t, splits > 1 and in_turn <= ENOUGH * apart)
+    # Sums of splits that go to several programs take memory, and are written and read: not for more tiles than run.
+    return InvariantTiles(config, block_t, splits > 1 and (tiles > at_once or in_turn <= ENOUGH * apart))
 
 
 def _time_apart(tiles: int, chunks: int, splits: int, at_once: int) -> int:
