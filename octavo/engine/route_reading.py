@@ -52,7 +52,7 @@ class RouteReading:
         blocks = seq.groups[0].block_table[first_block : -(-end // self._block_size)]
         begin = first_block * self._block_size
         places = ((position - begin) * self._num_bytes for position in (start, end))
-        self._begun.append(_Reading(output, self._read(blocks), *places))
+        self._begun.append(_Reading(output, self._read(blocks) if blocks else bytes, *places))
 
     def added(self, outputs: list[Output], *, waits: bool) -> list[Output]:
         """``outputs`` without those whose reading has just begun, and with the ones before; with ``waits``, all."""
@@ -62,5 +62,5 @@ class RouteReading:
         ready, self._held = (self._held + begun, []) if waits else (self._held, begun)
         late = {id(reading.output) for reading in begun}
         for output, wait, first, end in ready:
-            output.routes = wait()[first:end]
+            output.routes = bytes(wait()[first:end])  # of pinned memory, which is used again
         return [output for output in outputs if id(output) not in late] + [reading.output for reading in ready]

@@ -132,7 +132,7 @@ def run(engine: Engine, *requests: Request) -> dict[int, tuple[list[int], Expert
             tokens[output.request_id] += output.tokens
             logprobs[output.request_id] += [entry.logprob for entry in output.prompt_logprobs or []]
             if output.finish_reason is not None:
-                assert output.routes is not None
+                assert isinstance(output.routes, bytes), "and nothing that keeps pinned memory"
                 experts[output.request_id] = as_array(output.routes, engine.scheduler.routes.info)
         engine.check()
     return {number: (tokens[number], experts[number], logprobs[number]) for number in tokens}
@@ -181,6 +181,13 @@ def stream_executor(model: Any, storage: Any, vocab_size: int, most: Any, parts:
         embeddings=parts.pool,
         updates=parts.updates,
     )
+
+
+@pytest.mark.parametrize("start", [31, 32, 1000])
+def test_of_full_blocks_and_none_that_is_asked_for(mixture: tuple[Path, Any], start: int) -> None:
+    engine = built(mixture[0])
+    _, experts, _ = run(engine, asking(1, PROMPT[:32], 1, routed_experts_prompt_start=start))[1]
+    assert len(experts) == max(0, 32 - start)
 
 
 def test_their_replay_scores_with_the_same_bits(mixture: tuple[Path, Any]) -> None:
