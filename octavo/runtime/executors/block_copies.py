@@ -143,11 +143,14 @@ def _fill(parts: list[Tensor], content: Tensor) -> None:
 
 
 def _beside(parts: list[Tensor], content: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Each part, and the bytes of ``content`` that are its own, as a tensor of its shape."""
+    """Each part, and the bytes of ``content`` that are its own, as a tensor of its shape. Where they begin at no
+    multiple of an element, both as bytes."""
     start = 0
     for part in parts:
-        raw, start = content[start : start + part.nbytes], start + part.nbytes
-        yield part, raw.view(part.dtype).view(part.shape)
+        raw = content[start : start + part.nbytes]
+        aligned = part if start % part.itemsize == 0 else part.view(torch.uint8)
+        yield aligned, raw.view(aligned.dtype).view(aligned.shape)
+        start += part.nbytes
 
 
 def _copied(content: bytes, target: Tensor) -> Tensor:
