@@ -384,11 +384,12 @@ class Offload:
                 own = [key for key in wanted.keys if key in on_disk]
                 self._load(wanted._replace(keys=own), self._readers.map(self._read, own))
 
-        has_chosen = False
+        chosen: Wanted | None = None
 
         def choose(held: set[bytes]) -> list[bytes]:
-            nonlocal has_chosen
-            has_chosen, wanted = True, self._wanted(keys, counts, held | on_disk)
+            nonlocal chosen
+            wanted = chosen = self._wanted(keys, counts, held | on_disk)
+            self.host.touch(wanted.path)  # what is there must not make room for the rest
             from_disk(wanted)
             if not held and len(self._wanted(keys, counts, {*asked}).keys) > len(wanted.keys):
                 self.stats.num_failures += 1
@@ -403,8 +404,10 @@ class Offload:
         except ChannelError as error:
             self.stats.num_failures += 1
             logger.warning("a prompt is computed here, as %s did not send its blocks: %s", transfer.address, error)
-            if not has_chosen:
+            if chosen is None:
                 from_disk(self._wanted(keys, counts, on_disk))
+        if chosen is not None:
+            self.host.touch(chosen.path)
 
     def hold(self, end: Node) -> KVTransfer | None:
         """Keep the blocks of the path to ``end`` for a decode server, and the recurrent state behind it if there is

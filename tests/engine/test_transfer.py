@@ -31,7 +31,7 @@ from octavo.steps.limits import StateSize
 from octavo.system import channel
 from octavo.system.addresses import split_address
 from octavo.system.channel import Channel, ChannelError
-from octavo.types import KVTransfer, Output, Request
+from octavo.types import KVTransfer, Output, Request, Sequence
 from tests.engine.tiers import OracleStore
 from tests.engine.workload import Features, Run
 from tests.oracle import OracleRunner, ToyGrammars, expected_output
@@ -127,6 +127,22 @@ def test_a_prompt_is_computed_once_and_nothing_is_held_after_it_was_fetched(pref
     assert again.num_cached_tokens == 36
     assert decode.offload.stats.num_received == 9
     wait_for_none(prefill)
+
+
+def test_a_prompt_that_is_fetched_displaces_others_and_not_its_own_beginning(prefill: Half, decode: Half) -> None:
+    """Room for the nine blocks of the prompt, of which four are there, and five newer ones of others."""
+    host, size = decode.offload.host, decode.store.num_bytes
+    host.capacity = 9 * size
+    seq = Sequence(handed_over(prefill, ask(None)))
+    keys = list(decode.offload._keys(seq.keys, seq.salt))
+    decode.offload.prefetch(seq, 0).result(30)  # type: ignore[union-attr]
+    for other in range(5):
+        host.put(b"%d" % other, bytes(size))
+    assert [key in host for key in keys] == [True] * 4 + [False] * 5
+    decode.offload.prefetch(Sequence(handed_over(prefill, ask(None, 2))), 0).result(30)  # type: ignore[union-attr]
+    assert all(key in host for key in keys)
+    host.put(b"", bytes(size))
+    assert [key in host for key in keys] == [True] * 8 + [False], "the end is given up first"
 
 
 def test_a_request_with_a_grammar_waits_for_its_prompt_too(prefill: Half, decode: Half) -> None:
