@@ -160,16 +160,24 @@ def _joined(part: Callable[[int], Sequence[StoredWeight]], count: int, form: Wei
     """
     first = part(0)
     rows, K = sum(piece.shape[0] for piece in first), first[0].shape[1]
-    if rows % TILE:
+    if rows % TILE or _packed_groups(first, form) is None:
         return None
-    at_once, packed = max(1, PACKED_AT_ONCE // (rows * K)), []
+    at_once, packed = max(1, PACKED_AT_ONCE // (rows * K)), list[PackedGroups]()
     for start in range(0, count, at_once):
         pieces = [piece for i in range(start, min(start + at_once, count)) for piece in part(i)]
-        weights = make_weights(pieces, form)
-        if len(weights) != 1 or not isinstance(weights[0], GroupedWeight) or weights[0].packed.order_K is not None:
+        if (groups := _packed_groups(pieces, form)) is None:
             return None
-        packed.append(weights[0].packed)
+        packed.append(groups)
     return join_experts(packed)
+
+
+def _packed_groups(pieces: Sequence[StoredWeight], form: WeightFormat) -> PackedGroups | None:
+    """These as one packed matrix; ``None`` if they are something else."""
+    weights = make_weights(pieces, form)
+    if len(weights) != 1 or not isinstance(weights[0], GroupedWeight):
+        return None
+    packed = weights[0].packed
+    return packed if packed.order_K is None else None
 
 
 def _stacked(part: Callable[[int], Sequence[StoredWeight]], stored: StoredExperts, form: WeightFormat) -> Tensor:

@@ -89,7 +89,9 @@ class PhimoeForCausalLM(Decoder):
             raise wrong("num_experts_per_tok", moe.num_chosen, "2, which SparseMixer chooses")
         part = ExpertsPart(moe=moe, routing=Routing(moe.num_chosen), **EXPERTS)
         config = dataclasses.replace(config.with_experts(part), has_head_bias=keys.flag("lm_head_bias"))
-        return config.extended(PhimoeConfig, jitter=keys.number("router_jitter_noise", 0.01))
+        has_jitter = keys.get("router_jitter_noise", 0.01) != 0
+        jitter = keys.number("router_jitter_noise", 0.01) if has_jitter else 0.0
+        return config.extended(PhimoeConfig, jitter=jitter)
 
 
 def phi_rope(keys: ConfigKeys) -> dict[str, object]:

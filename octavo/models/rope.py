@@ -51,8 +51,8 @@ def rope_values(keys: ConfigKeys) -> dict[str, Any]:
 
 def rotary_width(given: Mapping[str, Any], head_dim: int, default: float = 1.0) -> int:
     """The width of the rotated part of a head, at most ``head_dim``: even, unless that is odd, which goes without
-    rotation alone."""
-    if head_dim % 2:
+    rotation alone. Proportional embeddings have the width of the head, and leave a part of it as it is themselves."""
+    if head_dim % 2 or given.get("rope_type", given.get("type")) == "proportional":
         return head_dim
     factor = ConfigKeys(given).number("partial_rotary_factor", default)
     width = int(head_dim * factor) if factor <= 1 else 0

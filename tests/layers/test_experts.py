@@ -83,6 +83,21 @@ def test_a_kernel_of_all_experts_is_for_dense_ones(monkeypatch: pytest.MonkeyPat
         assert isinstance(make_mixture(experts, PACKING), DenseMixture)
 
 
+def test_experts_that_are_not_packed_are_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And the first of them once more, to see that they are not."""
+    monkeypatch.setattr(experts, "packs_groups", lambda form: form.packs)
+    read = []
+
+    def matrix(rows: int, columns: int, index: int) -> StoredWeight:
+        read.append(index)
+        return DenseStored((torch.randn(rows, columns),))
+
+    weights = StoredExperts(X, lambda i: [matrix(2 * F, D, i)], lambda i: [matrix(D, F, i)], "silu")
+    assert isinstance(make_mixture(weights, PACKING), DenseMixture)
+    assert len(read) <= 2 * (X + 3)
+    assert sum(index == X - 1 for index in read) == 2
+
+
 @pytest.mark.parametrize("at_once", [1, 3, X])
 def test_experts_are_packed_some_at_a_time(at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """As those of a GPU are, whose kernels are not asked here; the last time there may be fewer."""

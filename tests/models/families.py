@@ -118,6 +118,7 @@ ROWS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama/biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
     "llama/llama3_rope": ("llama", LLAMA3),
     "llama/linear_rope": ("llama", rope("linear", factor=4.0)),
+    "llama/proportional_rope": ("llama", {"head_dim": 16, **rope("proportional", partial_rotary_factor=0.5)}),
     "llama/dynamic_rope": ("llama", rope("dynamic", factor=4.0)),
     "llama/yarn": ("llama", YARN),
     "llama/yarn_spelled_out": (

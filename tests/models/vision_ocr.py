@@ -22,9 +22,9 @@ from transformers import (
 from tests.models.vision_base import HALF, IMAGE, SMALL_TOWER, TEXT, Family, cut_up, without_torchvision
 
 SIDE, TILE = 80, 60
+"""Pixels of the entire image and of a tile; 16 patches of 5 and 4 embeddings in a row, 12 and 3."""
 ODD_SIDE = 70
 """With 14 patches in a row, which are halved twice: to 7, then to 4."""
-"""Pixels of the entire image and of a tile; 16 patches of 5 and 4 embeddings in a row, 12 and 3."""
 SAM = {**SMALL_TOWER, "image_size": SIDE, "patch_size": 5, "mlp_dim": 128, "output_channels": 16}
 SAM |= {"window_size": 5, "global_attn_indexes": [1], "downsample_channels": [24, 32], "initializer_range": 0.05}
 EXPERTS = {

@@ -25,14 +25,14 @@ MUTANTS = [
     Mutant(SCHEDULER, "budget -= min(num_taken, asked + len(drafts))", "budget -= num_tokens"),
     Mutant(SCHEDULER, "self._reserve_blocks(seq, start + num_taken)", "self._reserve_blocks(seq, start + num_tokens)"),
     Mutant(ADMISSION, "is_free = len(self.running) + len(self.leaving) + ", "is_free = len(self.running) + "),
-    Mutant(ADMISSION, "len(self.running) if num_spare is None else num_spare", "0 if num_spare is None else num_spare"),
+    Mutant(ADMISSION, "len(running) if num_spare is None else num_spare", "0 if num_spare is None else num_spare"),
     Mutant(SCHEDULER, "is_sorted = is_sorted and (newest is None or newest.order < seq.order)", "is_sorted = True"),
     Mutant(SCHEDULER, "budget += shares.pop(seq, 0)", "budget += shares.get(seq, 0)"),
     Mutant(SCHEDULER, "self.cache.note_filled(total_budget - rest)", "self.cache.note_filled(total_budget)"),
     Mutant("engine/scheduled.py", "samples = end == len(tokens)", "samples = end >= len(tokens) - 1"),
     Mutant("engine/scheduled.py", "tokens += [None] * len(drafts)", "pass"),
     # Preemption, and the end of sequences.
-    Mutant(SCHEDULER, "if not other.num_in_flight:", "if True:"),
+    Mutant(SCHEDULER, "not other.num_in_flight and other.dp_rank == seq.dp_rank", "other.dp_rank == seq.dp_rank"),
     Mutant(SCHEDULER, "if other is seq:\n                break", "if other is seq:\n                continue"),
     Mutant(
         ADMISSION,

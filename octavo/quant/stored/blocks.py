@@ -97,7 +97,7 @@ class GgufStored(StoredWeight):
         if number is None:
             return None
         groups = split_groups(self._one())
-        codes_NK = torch.from_numpy(groups.numbers.astype(np.int16) - groups.zero_point).to(torch.int8)
+        codes_NK = torch.from_numpy((groups.numbers - np.uint8(groups.zero_point)).view(np.int8))  # modulo 256
         scales_NG, minima_NG = (
             None if part is None else torch.from_numpy(np.ascontiguousarray(part, dtype=np.float32))
             for part in (groups.scales, groups.minima)

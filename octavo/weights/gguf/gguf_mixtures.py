@@ -262,8 +262,8 @@ def _step3p5(data: Metadata, config: Config) -> None:
     _list_sparse_layers(config)
     config["share_expert_dim"] = data.count("expert_shared_feed_forward_length")
     config["moe_router_scaling_factor"] = config.pop("routed_scaling_factor")
-    tensors, sparse = data.file.tensors, config["mlp_layer_types"].index("sparse")
-    config["use_moe_router_bias"] = f"blk.{sparse}.exp_probs_b.bias" in tensors
+    tensors = data.file.tensors
+    config["use_moe_router_bias"] = any(name.endswith(".exp_probs_b.bias") for name in tensors)
     config["use_head_wise_attn_gate"] = "blk.0.attn_gate.weight" in tensors
     for key, name in (("swiglu_clamp_exp", "swiglu_limits"), ("swiglu_clamp_shexp", "swiglu_limits_shared")):
         config[name] = data.array(key)[:count] if data.has(key) else None
