@@ -201,8 +201,8 @@ class GroupBlocks:
     """Incremented when an existing entry of ``block_table`` changes, not when one is appended."""
     published: Any = None
     """Private to the prefix cache: how far this sequence is published."""
-    matched: Any = None
-    """Private to the prefix cache: the last match found for this sequence while it waits."""
+    matched: dict[int, Any] = field(default_factory=dict)
+    """Private to the prefix cache: by rank, the last match found for this sequence while it waits."""
 
     @property
     def num_held(self) -> int:

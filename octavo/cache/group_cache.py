@@ -53,16 +53,17 @@ class GroupCache:
         watermark: float = 0.0,
         events: KVEvents | None = None,
         clock: Callable[[], float] = time.monotonic,
-        first_block: int = 0,
+        rank: int = 0,
     ) -> None:
-        """``first_block``: the number of the first of its blocks."""
+        """The blocks of a ``rank`` are numbered behind those of the ranks before it."""
         self.index = index
+        self.rank = rank
         self.window = size.window
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
         self.num_spared = int(watermark * size.num_blocks)
         self.clock = clock
-        self.pool = BlockPool(size.num_blocks, first_block)
+        self.pool = BlockPool(size.num_blocks, rank * size.num_blocks)
         self.tree = RadixTree(block_size, eviction, size.num_blocks, clock, events, has_window=size.window > 0)
         self.num_evicted = 0
         """Blocks evicted from the prefix cache."""
@@ -122,7 +123,7 @@ class GroupCache:
         if self.window:
             ends = self._usable_ends(seq, held)
             return ends[bisect_right(ends, num_blocks, key=lambda end: end.depth) - 1]
-        node = held.matched = self.tree.find(seq.keys, num_blocks, salt, held.matched)
+        node = held.matched[self.rank] = self.tree.find(seq.keys, num_blocks, salt, held.matched.get(self.rank))
         while node.depth > num_blocks and node.parent is not None:
             node = node.parent
         return node
@@ -130,15 +131,15 @@ class GroupCache:
     def _usable_ends(self, seq: Sequence, held: GroupBlocks) -> list[Node]:
         """The last nodes of all prefixes of ``seq`` whose last window is cached, the root first."""
         version = (self.tree.num_born, len(self.tree.node_of), len(seq.tokens))
-        if held.matched is None or held.matched[0] != version:
+        if (matched := held.matched.get(self.rank)) is None or matched[0] != version:
             ends = self.tree.find_recent(
                 seq.keys,
                 (len(seq.tokens) - 1) // self.block_size,
                 seq.salt,
                 lambda depth: self.blocks_behind(depth * self.block_size),
             )
-            held.matched = (version, ends)
-        usable: list[Node] = held.matched[1]
+            matched = held.matched[self.rank] = (version, ends)
+        usable: list[Node] = matched[1]
         return usable
 
     def fits(self, end: Node, num_tokens: int, num_spare: int = 0) -> bool:
@@ -189,7 +190,7 @@ class GroupCache:
         self.num_slots += end.depth * self.block_size
         self.tree.move_end(None, end)
         held.published = end
-        held.matched = None
+        held.matched.clear()
 
     def can_grow(self, seq: Sequence, num_tokens: int) -> bool:
         """Whether there are blocks, free or idle, for ``seq`` to cover ``num_tokens`` positions."""

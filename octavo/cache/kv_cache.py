@@ -47,7 +47,7 @@ class KVCache:
     ``states`` is the size of the pool of recurrent states, for models that have any; there is one group then.
 
     With data-parallel attention each of ``num_ranks`` ranks has so many blocks, and a prefix cache, of its own. A
-    sequence has blocks of one of them, its ``dp_rank``, which ``place`` changes while it waits.
+    sequence has blocks of one of them, its ``dp_rank``, which may change while it has none.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class KVCache:
                     watermark=watermark,
                     events=None if index else events,
                     clock=clock,
-                    first_block=rank * size.num_blocks,
+                    rank=rank,
                 )
                 for index, size in enumerate([GroupSize(groups)] if isinstance(groups, int) else groups)
             ]
@@ -116,13 +116,6 @@ class KVCache:
         """The groups of the rank that ``seq`` belongs to."""
         return self.ranks[seq.dp_rank]
 
-    def place(self, seq: Sequence, rank: int) -> None:
-        """Let ``seq``, which holds no blocks, belong to a rank."""
-        if rank != seq.dp_rank:
-            seq.dp_rank = rank
-            for held in seq.groups:
-                held.matched = None
-
     def roots(self, seq: Sequence) -> list[Node]:
         """In each group, the node of the empty prefix."""
         return [group.tree.root for group in self.of(seq)]
@@ -137,14 +130,16 @@ class KVCache:
 
     # ---- admission
 
-    def match(self, seq: Sequence) -> list[Node]:
-        """In each group, the last node of the longest prefix of ``seq`` that all groups have cached.
+    def match(self, seq: Sequence, rank: int | None = None) -> list[Node]:
+        """In each group of a rank, by default its own, the last node of the longest prefix of ``seq`` that all have
+        cached.
 
         At least one token is left to compute, since sampling needs the logits of the last token.
         """
         least = (len(seq.tokens) - 1) // self.block_size
+        groups = self.ranks[seq.dp_rank if rank is None else rank]
         while True:
-            ends = [group.match(seq, least) for group in self.of(seq)]
+            ends = [group.match(seq, least) for group in groups]
             depths = [end.depth for end in ends]
             least = min(depths)
             if least == max(depths):

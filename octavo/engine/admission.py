@@ -66,25 +66,28 @@ class SequenceAdmission:
             return None
         return first if self.match_if_it_fits(first := waiting.first()) is not None else None
 
-    def match_if_it_fits(self, seq: Sequence, num_spare: int | None = None) -> list[Node] | None:
+    def match_if_it_fits(
+        self, seq: Sequence, num_spare: int | None = None, blocked: Collection[int] = ()
+    ) -> list[Node] | None:
         """Last node of the cached prefix in each KV group; ``None`` without blocks for the rest and ``num_spare``.
 
-        Of several ranks with such blocks, ``seq`` is placed on the one with the longest prefix, among those that have
-        at most as many more positions than another as it has tokens: so ranks have about as much to attend to.
+        Of several ranks with such blocks, none of them ``blocked``, ``seq`` is placed on the one with the longest
+        prefix, among those that have at most as many more positions than another as it has tokens: so ranks have about
+        as much to attend to.
         """
         if len(self.cache.ranks) == 1:
             return self._match_on_rank(seq, num_spare)
         found = []
         for rank, (first, *_) in enumerate(self.cache.ranks):
-            self.cache.place(seq, rank)
-            if (ends := self._match_on_rank(seq, num_spare)) is not None:
+            seq.dp_rank = rank
+            if rank not in blocked and (ends := self._match_on_rank(seq, num_spare)) is not None:
                 found.append((first.num_slots, -ends[0].depth, rank, ends))
         least = min([num_slots for num_slots, *_ in found], default=0)
         near = [entry for entry in found if entry[0] - least <= len(seq.tokens)]
         if not near:
             return None
         _, _, rank, ends = min(near, key=lambda entry: (entry[1], entry[0], entry[2]))
-        self.cache.place(seq, rank)
+        seq.dp_rank = rank
         return ends
 
     def _match_on_rank(self, seq: Sequence, num_spare: int | None) -> list[Node] | None:
@@ -101,9 +104,9 @@ class SequenceAdmission:
             has_room = has_room and self.images.admits(seq, ends[0].depth * self.cache.block_size)
         return ends if has_room else None
 
-    def adopt_and_reserve(self, seq: Sequence) -> bool:
+    def adopt_and_reserve(self, seq: Sequence, blocked: Collection[int] = ()) -> bool:
         """Adopt the cached prefix of a waiting sequence and reserve blocks for the rest, or change nothing."""
-        ends = self.match_if_it_fits(seq)
+        ends = self.match_if_it_fits(seq, blocked=blocked)
         if ends is None:
             return False
         self.start(seq, ends)

@@ -7,7 +7,7 @@ recompute after preemption and verification of drafts are this with different ``
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import Future
 
 import msgspec
@@ -199,9 +199,11 @@ class Scheduler(SequenceAdmission):
         shares, prompt_budget = self.share_budget(total_budget - num_drafts) if self.cut else ({}, total_budget)
         total_budget = min(total_budget, prompt_budget + num_drafts)
         budget, self.cut, num_behind = total_budget - sum(shares.values()), [], len(self.running)
-        states = self.cache.states
+        states, blocked = self.cache.states, set[int]()
         for seq in self._of_step():
             num_behind -= 1
+            if blocked and seq.dp_rank in blocked:
+                continue
             start = seq.num_computed_tokens
             num_tokens = len(seq.tokens) - start
             if num_tokens <= 0 or start == seq.max_computed_tokens or seq.status is not RUNNING:
@@ -226,14 +228,17 @@ class Scheduler(SequenceAdmission):
                 drafts = ()  # no sequence is preempted for drafts
             num_taken = num_tokens + len(drafts)
             if start + num_taken > seq.capacity and not self._reserve_blocks(seq, start + num_taken):
-                # All sequences behind are younger and in flight. Left out of this step, they are idle at the retry.
+                # All of its rank behind are younger and in flight. Left out of this step, they are idle at the retry.
+                blocked.add(seq.dp_rank)
+                if len(blocked) < len(self.cache.ranks):
+                    continue
                 rest = budget + sum(shares.values())
                 break
             self._look_ahead(seq, start + num_taken)
             plan.append(self._take(seq, num_tokens, drafts))
             budget -= min(num_taken, asked + len(drafts))
         else:
-            rest = self._admit(plan, budget + sum(shares.values()))
+            rest = self._admit(plan, budget + sum(shares.values()), blocked)
         self.cache.note_filled(total_budget - rest)
         return plan
 
@@ -300,8 +305,9 @@ class Scheduler(SequenceAdmission):
         self.waiting.leave(seq)
         self.queue_again(seq, by)
 
-    def _admit(self, plan: Plan, budget: int) -> int:
-        """Admit waiting sequences in the policy's order, while token budget, batch indices and blocks last.
+    def _admit(self, plan: Plan, budget: int, blocked: Collection[int]) -> int:
+        """Admit waiting sequences in the policy's order, while token budget, batch indices and blocks last; none on the
+        ranks ``blocked``, whose running ones wait for blocks.
 
         Returns the unused part of the budget.
         """
@@ -312,7 +318,7 @@ class Scheduler(SequenceAdmission):
         is_sorted = True
         while budget and waiting and self.can_admit:
             seq = waiting.first()
-            if (not self.chunked_prefill and len(seq.tokens) > budget) or not self.adopt_and_reserve(seq):
+            if (not self.chunked_prefill and len(seq.tokens) > budget) or not self.adopt_and_reserve(seq, blocked):
                 break
             waiting.admit(seq)
             self.run(seq)

@@ -2,24 +2,40 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from octavo.cache.kv_cache import KVCache
 from octavo.cache.kv_events import KVEvents, Removed, Stored
+from octavo.config import SchedulerSettings
 from octavo.engine.engine import Engine
 from octavo.engine.scheduler import Scheduler
 from octavo.telemetry.cache_view import FREE
 from tests.engine.making import make_request, run_to_end
+from tests.operations import count_lines
 from tests.oracle import OracleRunner
 
 
-def make_engine(num_blocks: int, num_ranks: int, events: KVEvents | None = None) -> Engine:
-    """So many blocks of four tokens on each rank."""
-    cache = KVCache(num_blocks, 4, num_ranks=num_ranks, events=events)
-    return Engine(Scheduler(cache, max_num_seqs=8, max_num_batched_tokens=64), OracleRunner(4))
+def make_engine(num_blocks: int, num_ranks: int, events: KVEvents | None = None, block_size: int = 4) -> Engine:
+    """So many blocks on each rank."""
+    cache = KVCache(num_blocks, block_size, num_ranks=num_ranks, events=events)
+    return Engine(Scheduler(cache, max_num_seqs=8, max_num_batched_tokens=96), OracleRunner(block_size))
 
 
 def ranks(engine: Engine) -> dict[int, int]:
     """The rank of each running sequence, by id."""
     return {seq.id: seq.dp_rank for seq in engine.scheduler.running.values()}
+
+
+def publish(engine: Engine, rank: int, tokens: list[int]) -> None:
+    """Have the prefix cache of a rank hold the full blocks of these tokens."""
+    cache, seq = engine.scheduler.cache, engine.scheduler.add(make_request(rank, prompt=tokens, max_tokens=1))
+    engine.scheduler.waiting.remove(seq.id)
+    seq.dp_rank = rank
+    cache.start(seq, cache.match(seq), True, 64)
+    cache.note_filled(len(tokens))
+    seq.num_computed_tokens = len(tokens)
+    cache.publish(seq, len(tokens))
+    cache.release(seq)
 
 
 def test_the_view_of_the_cache_has_the_blocks_of_all_ranks() -> None:
@@ -90,18 +106,63 @@ def test_only_sequences_of_the_same_rank_are_preempted() -> None:
     run_to_end(engine)
 
 
+def test_a_rank_short_of_blocks_holds_up_no_other() -> None:
+    """The third has none behind it on its rank to preempt, and waits for the end of the first."""
+    engine, shared = make_engine(num_blocks=10, num_ranks=2, block_size=16), list(range(65))
+    prompts = [shared, [100, 101, 102], [*shared[:32], *range(200, 244)], [103, 104, 105]]
+    for number, prompt in enumerate(prompts):
+        engine.add(make_request(number, prompt=prompt, max_tokens=40))
+        engine.step()
+    assert ranks(engine) == {0: 0, 1: 1, 2: 0, 3: 1}
+    running = engine.scheduler.running
+    waited = 0
+    while 0 in running:
+        before = {seq.id: len(seq.tokens) for seq in running.values()}
+        if waited == 1:
+            engine.add(make_request(4, prompt=2, max_tokens=40))
+        engine.step()
+        engine.check()
+        behind = {seq.id for seq in running.values() if len(seq.tokens) == before.get(seq.id)}
+        assert behind <= {2}
+        waited += bool(behind)
+    assert waited > 4
+    assert ranks(engine)[4] == 1, "the new one is admitted, where nothing waits"
+    run_to_end(engine)
+
+
+def test_the_longest_prefix_counts_on_whichever_rank_it_is() -> None:
+    settings = SchedulerSettings(scheduling_policy="longest-prefix", policy_ageing=1e6)
+    cache, prompt = KVCache(40, 4, num_ranks=2), list(range(33))
+    scheduler = Scheduler(cache, max_num_seqs=2, max_num_batched_tokens=64, settings=settings)
+    engine = Engine(scheduler, OracleRunner(4))
+    for number, first in enumerate(([9] * 20, prompt)):
+        engine.add(make_request(number, prompt=first, max_tokens=3))
+        engine.step()
+    assert ranks(engine) == {0: 0, 1: 1}
+    for number, waiting in enumerate(([500], [*prompt, 1]), 2):
+        engine.add(make_request(number, prompt=waiting, max_tokens=3))
+    assert scheduler.waiting.first().id == 3
+    run_to_end(engine)
+
+
+def test_the_matches_on_all_ranks_are_remembered() -> None:
+    counts = []
+    for num_tokens in (80, 800):
+        engine, tokens = make_engine(num_blocks=300, num_ranks=2), list(range(num_tokens))
+        for rank in (0, 1):
+            publish(engine, rank, tokens)
+        seq = engine.scheduler.add(make_request(2, prompt=[*tokens, 1], max_tokens=3))
+        engine.scheduler.match_if_it_fits(seq)
+        counts.append(count_lines(partial(engine.scheduler.match_if_it_fits, seq)))
+    assert counts[0] == counts[1]
+
+
 def test_a_block_on_several_ranks_is_told_of_once() -> None:
     events = KVEvents()
     engine = make_engine(num_blocks=8, num_ranks=2, events=events)
     cache = engine.scheduler.cache
     for rank in (0, 1):
-        seq = engine.scheduler.add(make_request(rank, prompt=list(range(9)), max_tokens=1))
-        cache.place(seq, rank)
-        cache.start(seq, cache.match(seq), True, 64)
-        cache.note_filled(9)
-        seq.num_computed_tokens = 9
-        cache.publish(seq, 9)
-        cache.release(seq)
+        publish(engine, rank, list(range(9)))
     assert [type(event) for event in events.take()] == [Stored] * 2
     cache.ranks[1][0].evict(2)
     assert events.take() == []

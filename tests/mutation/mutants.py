@@ -112,7 +112,7 @@ MUTANTS = [
     Mutant("cache/kv_cache.py", "min([len(held.block_table)", "max([len(held.block_table)"),
     Mutant("cache/group_cache.py", "- end.depth + num_idle", "- end.depth"),
     Mutant("cache/group_cache.py", "max(0, num_tokens + 1 - self.window)", "max(0, num_tokens + 2 - self.window)"),
-    Mutant("cache/group_cache.py", "held.matched is None or held.matched[0] != version", "held.matched is None"),
+    Mutant("cache/group_cache.py", "is None or matched[0] != version", "is None"),
     Mutant("cache/kv_cache.py", "        self.num_filled -= seq.num_computed_tokens\n", ""),
     Mutant("cache/radix_tree.py", "num_there = num_there + 1 if node.block >= 0 else 0", "num_there += 1"),
     Mutant("cache/radix_tree.py", "and not node.children and not node.num_ends:", "and not node.children:"),

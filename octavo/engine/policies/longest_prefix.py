@@ -32,7 +32,7 @@ class LongestPrefix(Policy):
     def _place_now(self, seq: Sequence) -> Order:
         arrival, number = seq.account
         cache = self.context.cache
-        num_cached = cache.match(seq)[0].depth * cache.block_size
+        num_cached = max([cache.match(seq, rank)[0].depth for rank in range(len(cache.ranks))]) * cache.block_size
         return (arrival - num_cached / 1000 * self.ageing, number)
 
     def push(self, seq: Sequence) -> None:
