@@ -21,7 +21,7 @@ from octavo.engine.policies.policy import VICTIMS, PolicyContext
 from octavo.engine.route_reading import RouteReading
 from octavo.engine.scheduled import apply_result, error_output, take
 from octavo.engine.sequence_images import Images, ImageSettings
-from octavo.engine.speculation import NO_DRAFTS, Speculation, num_proposed
+from octavo.engine.speculation import NO_DRAFTS, Drafts, Speculation, num_proposed
 from octavo.engine.step_budget import StepBudget
 from octavo.errors import ConfigError, ContextLengthExceeded, InvalidParameter, RunnerError
 from octavo.steps.limits import RopeSets
@@ -189,12 +189,7 @@ class Scheduler(SequenceAdmission):
         num_free = self.max_num_seqs - num_behind - len(self.leaving) - len(self.yielding)
         chosen = self.step_budget.of_step(num_behind, len(self.cut), num_free)
         total_budget = chosen if self.chunked_prefill else self.max_num_batched_tokens  # a longer prompt never started
-        drafts_of, num_drafts = NO_DRAFTS, 0
-        if self.speculation is not None:
-            is_mixed = self.speculation.on_device and (self.cut or self.next_admissible() is not None)
-            room = self.step_budget.draft_room(total_budget, num_behind) if is_mixed else None
-            drafts_of = self.speculation.choose(self.running.values(), room)
-            num_drafts = min(room.num_drafts, sum(map(len, drafts_of.values()))) if room is not None else 0
+        drafts_of, num_drafts = self._drafts(total_budget)
         total_budget = min(total_budget + num_drafts, max(total_budget, self.step_budget.most_mixed))
         shares, prompt_budget = self.share_budget(total_budget - num_drafts) if self.cut else ({}, total_budget)
         total_budget = min(total_budget, prompt_budget + num_drafts)
@@ -241,6 +236,15 @@ class Scheduler(SequenceAdmission):
             rest = self._admit(plan, budget + sum(shares.values()), blocked)
         self.cache.note_filled(total_budget - rest)
         return plan
+
+    def _drafts(self, budget: int) -> tuple[Drafts, int]:
+        """The drafts of running sequences, and how many of them come on top of a step's budget."""
+        if self.speculation is None:
+            return NO_DRAFTS, 0
+        is_mixed = self.speculation.on_device and (self.cut or self.next_admissible() is not None)
+        room = self.step_budget.draft_room(budget, len(self.running)) if is_mixed else None
+        drafts_of = self.speculation.choose(self.running.values(), room)
+        return drafts_of, min(room.num_drafts, sum(map(len, drafts_of.values()))) if room is not None else 0
 
     def _of_step(self) -> list[Sequence]:
         """The running sequences, the oldest first; with stages, as many as come to each of them, those of no step in
