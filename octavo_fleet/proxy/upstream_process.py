@@ -20,8 +20,8 @@ LONGEST_PAUSE = 5.0
 YOUNG_SECONDS = 60.0
 """A process that ran for longer is restarted at once."""
 POLL_SECONDS = 0.02
-STOP_SECONDS = 4.0
-"""Between SIGTERM and SIGKILL; it has no requests any more."""
+STOP_SECONDS = 12.0
+"""Between SIGTERM and SIGKILL: it has no requests any more, but may have cached blocks to write to its disk."""
 
 logger = logging.getLogger("octavo.server")
 

@@ -30,8 +30,8 @@ NAME = "launch"
 HELP = "start a coding agent (claude, codex, opencode, aider) with a server of its own"
 
 POLL_SECONDS = 0.1
-STOP_SECONDS = 40.0
-"""More than a server takes to end its requests."""
+STOP_SECONDS = 50.0
+"""More than a server takes to end its requests, and to write cached blocks to its disk."""
 MOST_OUTPUT = 32_000
 LOG_LINES = 15
 

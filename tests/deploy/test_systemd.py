@@ -11,9 +11,13 @@ from pathlib import Path
 import pytest
 import yaml
 
+from octavo.cache.offload import CLOSING_SECONDS
 from octavo.cli import parse_arguments
 from octavo.config import ServeConfig, settings
 from octavo.server_settings import ServerSettings
+from octavo_fleet.proxy import upstream_process
+from octavo_server.cli import launch
+from octavo_server.engines.async_engine import STOP_GRACE
 
 ROOT = Path(__file__).parents[2]
 UNIT = ROOT / "deploy/octavo.service"
@@ -42,7 +46,11 @@ def test_its_command_and_variables_are_those_of_the_server() -> None:
 
 
 def test_running_requests_can_end() -> None:
-    assert int(service()["TimeoutStopSec"]) > ServerSettings().shutdown_timeout
+    seconds = ServerSettings().shutdown_timeout + STOP_GRACE  # an engine may write its cache after the last of them
+    compose = yaml.safe_load((ROOT / "deploy/compose.yaml").read_text())["services"]["octavo"]
+    given = int(service()["TimeoutStopSec"]), int(compose["stop_grace_period"].removesuffix("s")), launch.STOP_SECONDS
+    assert min(given) > seconds
+    assert upstream_process.STOP_SECONDS > STOP_GRACE > CLOSING_SECONDS
     assert service()["KillMode"] == "mixed"  # engines must live until the front process has drained
     assert service()["OOMPolicy"] == "continue"  # the supervisor starts an engine that the kernel killed
 
