@@ -58,10 +58,6 @@ CLOSING_SECONDS = 6.0
 """How long cached blocks are written to disk when the engine ends or falls asleep."""
 CLOSING_POLL_SECONDS = 0.002
 
-
-FORMAT = "length and crc32, by blake2b"
-"""Of the checksums in files; those with another are not looked for."""
-
 logger = logging.getLogger(__name__)
 
 
@@ -184,7 +180,7 @@ class Offload:
 
     def identify(self, identity: Identity) -> None:
         """Keep blocks of another identity from now on; no block of the earlier one is cached any more."""
-        sizes = f"{self.block_size}\n{self.store.num_bytes}\n{self.store.state_bytes}\n{FORMAT}"
+        sizes = f"{self.block_size}\n{self.store.num_bytes}\n{self.store.state_bytes}"
         self._parts = {"weights": identity.weights, "settings": identity.settings, "block sizes": sizes}
         self._root = hashlib.sha256("\n".join(self._parts.values()).encode()).digest()
 

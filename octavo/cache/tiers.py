@@ -33,6 +33,8 @@ Stored = tuple[bytes, Content]
 """A key and its content."""
 
 CHECKSUM_BYTES = 16
+FORMAT = b"crc32, blake2b"
+"""Of the files: one of another format has another name, so that it is not looked for. At most 16 bytes."""
 LEAST_TELLING_BYTES = 64 << 20
 """Of fewer bytes, latencies are most of the time; they are always read."""
 GROWTH_OF_RATE = 1.1
@@ -139,42 +141,44 @@ class DiskTier:
         self.refresh()
 
     def __contains__(self, key: bytes) -> bool:
-        return key in self._sizes
+        return _name_of(key) in self._sizes
 
     def get(self, key: bytes) -> Content | None:
-        if key not in self:
+        name = _name_of(key)
+        if name not in self._sizes:
             return None
         try:
-            stored = memoryview(self._path(key).read_bytes())
+            stored = memoryview(self._path(name).read_bytes())
         except OSError:
             stored = memoryview(b"")
         content = stored[CHECKSUM_BYTES:]
         is_valid = stored[:CHECKSUM_BYTES] == checksum(key, content)
         with self._lock:
-            if key not in self._sizes:
+            if name not in self._sizes:
                 return None  # it was given up meanwhile
             if is_valid:
-                self._sizes.move_to_end(key)
+                self._sizes.move_to_end(name)
                 return content
             self.num_bad += 1
-            self._forget(key)
+            self._forget(name)
             return None
 
     def put(self, key: bytes, content: Content) -> list[Stored]:
+        name = _name_of(key)
         with self._lock:
-            if key in self._sizes:
-                self._sizes.move_to_end(key)
+            if name in self._sizes:
+                self._sizes.move_to_end(name)
                 return []
-        path = self._path(key)
+        path = self._path(name)
         unfinished = path.with_suffix(".part")
         try:
             path.parent.mkdir(FOLDER_MODE, exist_ok=True)
             write_private(unfinished, checksum(key, content), content)
             with self._lock:
                 unfinished.replace(path)
-                self._index.execute("INSERT OR REPLACE INTO blocks VALUES (?, ?)", (key, len(content)))
-                self.num_bytes += len(content) - self._sizes.get(key, 0)  # another process may have written it
-                self._sizes[key] = len(content)
+                self._index.execute("INSERT OR REPLACE INTO blocks VALUES (?, ?)", (name, len(content)))
+                self.num_bytes += len(content) - self._sizes.get(name, 0)  # another process may have written it
+                self._sizes[name] = len(content)
                 while self.num_bytes > self.capacity:
                     self._forget(next(iter(self._sizes)))
         except (OSError, sqlite3.Error):
@@ -214,10 +218,10 @@ class DiskTier:
         self._next_refresh = now + REFRESH_SECONDS
         select = "SELECT rowid, key, size FROM blocks WHERE rowid > ? ORDER BY rowid"
         with self._lock, contextlib.suppress(sqlite3.Error):
-            for row, key, size in self._index.execute(select, (self._last_row,)):
+            for row, name, size in self._index.execute(select, (self._last_row,)):
                 self._last_row = row
-                if key not in self._sizes:
-                    self._sizes[key] = size
+                if name not in self._sizes:
+                    self._sizes[name] = size
                     self.num_bytes += size
 
     def close(self) -> None:
@@ -225,17 +229,21 @@ class DiskTier:
         with self._lock:
             self._index.close()
 
-    def _path(self, key: bytes) -> Path:
-        name = key.hex()
-        return self.folder / name[:2] / name
+    def _path(self, name: bytes) -> Path:
+        return self.folder / name.hex()[:2] / name.hex()
 
-    def _forget(self, key: bytes) -> None:
-        self.num_bytes -= self._sizes.pop(key)
+    def _forget(self, name: bytes) -> None:
+        self.num_bytes -= self._sizes.pop(name)
         try:
-            self._path(key).unlink(missing_ok=True)
-            self._index.execute("DELETE FROM blocks WHERE key = ?", (key,))
+            self._path(name).unlink(missing_ok=True)
+            self._index.execute("DELETE FROM blocks WHERE key = ?", (name,))
         except (OSError, sqlite3.Error):
             self.num_bad += 1
+
+
+def _name_of(key: bytes) -> bytes:
+    """The name of a content's file, and its key in the index."""
+    return hashlib.blake2b(key, digest_size=KEY_BYTES, person=FORMAT).digest()
 
 
 def checksum(key: bytes, content: Content) -> bytes:

@@ -172,6 +172,16 @@ def test_files_cannot_be_taken_for_one_another(tmp_path: Path) -> None:
     assert tier.get(key(2)) is None
 
 
+def test_files_of_another_format_are_not_looked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tier = DiskTier(tmp_path, 1000)
+    tier.put(key(1), content(1))
+    with monkeypatch.context() as patch:
+        patch.setattr(tiers, "FORMAT", b"another")
+        assert key(1) not in tier
+        assert (tier.get(key(1)), tier.num_bad) == (None, 0)
+    assert tier.get(key(1)) == content(1)
+
+
 def test_a_damaged_index_is_begun_anew(tmp_path: Path) -> None:
     DiskTier(tmp_path, 1000).close()
     (tmp_path / INDEX).write_bytes(b"nonsense" * 1000)
@@ -182,7 +192,7 @@ def test_a_damaged_index_is_begun_anew(tmp_path: Path) -> None:
 
 def test_a_disk_that_cannot_be_written_keeps_nothing(tmp_path: Path) -> None:
     tier = DiskTier(tmp_path / "kv", 1000)
-    first_letters = tmp_path / "kv" / key(1).hex()[:2]
+    first_letters = tmp_path / "kv" / tiers._name_of(key(1)).hex()[:2]
     first_letters.write_bytes(b"in the way")
     assert tier.put(key(1), content(1)) == []
     assert tier.get(key(1)) is None
