@@ -27,6 +27,7 @@ from octavo_bench.dummy_models import write_weights
 from octavo_bench.server_process import OCTAVO, ServerProcess, free_port
 
 SECONDS = 1200.0
+POLL_SECONDS = 0.05
 FIRST_TOKEN, LAST_TOKEN = 100, 900
 NUM_ANSWERED = 8
 SHORT_PROMPT = 100
@@ -73,11 +74,11 @@ class Outliving:
         server.wait_ready(SECONDS)
         return server
 
-    def ask(self, number: int, num_tokens: int) -> Found:
-        """The answer to prompt ``number``, of so many tokens."""
+    def ask(self, number: int, num_tokens: int, num_answered: int = NUM_ANSWERED) -> Found:
+        """The answer to the first tokens of prompt ``number``."""
         draw = random.Random(number)
         prompt = [draw.randint(FIRST_TOKEN, LAST_TOKEN) for _ in range(num_tokens)]
-        body = {"prompt": prompt, "max_tokens": NUM_ANSWERED, "temperature": 0, "ignore_eos": True}
+        body = {"prompt": prompt, "max_tokens": num_answered, "temperature": 0, "ignore_eos": True}
         began = time.perf_counter()
         answer = httpx.post(self._url + "/v1/completions", json={**body, "return_token_ids": True}, timeout=SECONDS)
         ms = 1000 * (time.perf_counter() - began)
@@ -123,15 +124,14 @@ class Outliving:
 
     def damage_and_ask_again(self, count: int) -> None:
         """A server computes ``count`` short prompts; then one file of each is damaged."""
-        num_others = len(self._files())
+        numbers, draw = range(10, 10 + count), random.Random(0)
         with self.start():
-            before = [self.ask(number, SHORT_PROMPT) for number in range(10, 10 + count)]
-        draw, files = random.Random(0), self._files()[num_others:]
-        num_each = len(files) // count
-        for number in range(count):
-            damage(draw.choice(files[number * num_each : (number + 1) * num_each]), draw)
+            files = [self._files_of(number) for number in numbers]
+            before = [self.ask(number, SHORT_PROMPT) for number in numbers]
+        for own in files:
+            damage(draw.choice(own), draw)
         with self.start():
-            after = [self.ask(number, SHORT_PROMPT) for number in range(10, 10 + count)]
+            after = [self.ask(number, SHORT_PROMPT) for number in numbers]
             lines = httpx.get(self._url + "/metrics", timeout=SECONDS).text.splitlines()
         num_bad = sum(float(line.split()[-1]) for line in lines if line.startswith("octavo_kv_offload_bad_files_total"))
         num_cached = sum(found.num_cached for found in after)
@@ -147,10 +147,25 @@ class Outliving:
             }
         )
 
+    def _files_of(self, number: int) -> list[Path]:
+        """Those of the blocks of a short prompt that are read when it is asked again; waits until they are written.
+
+        The last token is left out: with it the last block may be full, and it is always computed.
+        """
+        others = set(self._files())
+        block_size = httpx.get(self._url + "/stats", timeout=SECONDS).json()["cache"]["page_size"]
+        self.ask(number, SHORT_PROMPT - 1, 1)
+        end = time.monotonic() + SECONDS
+        while len(found := [file for file in self._files() if file not in others]) < (SHORT_PROMPT - 1) // block_size:
+            if time.monotonic() > end:
+                raise TimeoutError(f"a short prompt is not on disk after {SECONDS:g} s: {len(found)} of its blocks are")
+            time.sleep(POLL_SECONDS)
+        return found
+
     def _files(self) -> list[Path]:
-        """Those of all blocks, in the order in which they were written: prompt by prompt."""
+        """Those of all blocks."""
         with contextlib.closing(sqlite3.connect(self._folder / INDEX)) as index:
-            names = [key.hex() for (key,) in index.execute("SELECT key FROM blocks ORDER BY rowid")]
+            names = [key.hex() for (key,) in index.execute("SELECT key FROM blocks")]
         return [self._folder / name[:2] / name for name in names]
 
 

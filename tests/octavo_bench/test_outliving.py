@@ -32,7 +32,7 @@ def test_a_prompt_outlives_each_end_of_its_server(tmp_path: Path, socket_folder:
     assert all(row["right"] == row["requests"] for row in found["rows"])
     assert all(row["cached_tokens"] == 480 for row in ends if "kill" not in row["case"]), "but for the last block"
     assert damaged["bad_files"] == 5
-    assert damaged["cached_tokens"] < 5 * 96
+    assert damaged["cached_tokens"] <= 5 * 64, "at most two blocks of three"
 
 
 @pytest.mark.nightly
