@@ -36,7 +36,7 @@ import numpy as np
 from octavo.cache.held_blocks import BlockToHold, HeldBlocks
 from octavo.cache.kv_channel import Fetcher, HoldingServer
 from octavo.cache.node import Node, as_digest, folded
-from octavo.cache.tiers import Content, DiskTier, HostTier, ReadingRate
+from octavo.cache.tiers import Content, CopyRate, DiskTier, HostTier
 from octavo.system.channel import ChannelError
 from octavo.system.cpus import num_cpus
 from octavo.types import KVTransfer, Sequence, Tokens
@@ -150,8 +150,8 @@ class Offload:
         self.host = host
         self.disk = disk
         self.stats = OffloadStats()
-        self.rate = ReadingRate()
-        """Of the disk, or the memory in which its files are cached."""
+        self.reading, self.restoring = CopyRate(), CopyRate()
+        """Of the disk, or the memory in which its files are cached, and of the way from host memory to the device."""
         self.held: tuple[HeldBlocks, HoldingServer] | None = None
         """What is kept for decode servers, and how they get it; ``None`` without them."""
         self.fetcher: Fetcher | None = None
@@ -285,7 +285,8 @@ class Offload:
         up to the last other one, and it.
 
         The future is done when all that could be read is in host memory: as long a prefix as has room there. Nothing is
-        read of the disk if that took longer than ``compute_seconds`` of the tokens before, and of those to read.
+        read of the disk if that, and writing it to the device, took longer than ``compute_seconds`` of the tokens
+        before, and of those to read.
         """
         if self.disk is not None:
             self.disk.refresh()
@@ -298,7 +299,10 @@ class Offload:
         first = num_with_state if self.blocks_per_state else wanted.num_blocks - len(wanted.keys)
         if compute_seconds is not None:
             seconds = compute_seconds(first * self.block_size, (wanted.num_blocks - first) * self.block_size)
-            if self.rate.takes_longer(len(wanted.keys) * self.store.num_bytes + self.store.state_bytes, seconds):
+            num_bytes = len(wanted.keys) * self.store.num_bytes + self.store.state_bytes
+            if self.reading.seconds(num_bytes) + self.restoring.seconds(num_bytes) > seconds:
+                self.reading.grow()
+                self.restoring.grow()
                 return None
         return self._loader.submit(self._load_prompt, wanted)
 
@@ -438,7 +442,7 @@ class Offload:
     def _load_prompt(self, wanted: Wanted) -> None:
         began = time.monotonic()
         num_bytes = self._load(wanted, self._readers.map(self._read, wanted.keys))
-        self.rate.learn(num_bytes, time.monotonic() - began)
+        self.reading.learn(num_bytes, time.monotonic() - began)
 
     def _load(self, wanted: Wanted, contents: Iterable[Content | None]) -> int:
         """Bring ``contents``, which are read while they are taken, to host memory; returns the number of bytes."""
@@ -496,9 +500,11 @@ class Offload:
 
     def restore(self, blocks: list[int], contents: list[Content]) -> None:
         """Write ``contents`` to ``blocks``, one each."""
+        began = time.monotonic()
         for block, content in zip(blocks, contents, strict=True):
             if content:
                 self.store.write(block, content)
+        self.restoring.learn(sum(map(len, contents)), time.monotonic() - began)
         self.stats.num_restored += len(blocks)
 
     def close(self) -> None:

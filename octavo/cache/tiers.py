@@ -47,25 +47,28 @@ _PART = re.compile("[0-9a-f]{2}")
 """Name of a subfolder: the first two hex digits of the names of its files."""
 
 
-class ReadingRate:
-    """Bytes per second that are read of a tier, as measured, so that nothing is read which is computed sooner."""
+class CopyRate:
+    """Bytes per second that are read of a tier, or written to the device, as measured, so that nothing is copied which
+    is computed sooner."""
 
     def __init__(self) -> None:
         self._per_second: float | None = None
 
     def learn(self, num_bytes: int, seconds: float) -> None:
-        """So many bytes were read together; few tell nothing."""
+        """So many bytes were copied together; few tell nothing."""
         if num_bytes >= LEAST_TELLING_BYTES:
             self._per_second = num_bytes / seconds
 
-    def takes_longer(self, num_bytes: int, seconds: float) -> bool:
-        """Whether it takes longer than ``seconds`` to read so many bytes. The rate is taken to be a little higher each
-        time, so that it is measured again some time: other files may be read faster."""
+    def seconds(self, num_bytes: int) -> float:
+        """What so many bytes are expected to take: nothing if they are few, or before any measurement."""
         known = self._per_second
-        if known is None or num_bytes < LEAST_TELLING_BYTES or num_bytes <= known * seconds:
-            return False
-        self._per_second = GROWTH_OF_RATE * known
-        return True
+        return 0.0 if known is None or num_bytes < LEAST_TELLING_BYTES else num_bytes / known
+
+    def grow(self) -> None:
+        """Take the rate to be a little higher, as nothing is copied that would measure it: it is measured again some
+        time, and other files may be read faster."""
+        if self._per_second is not None:
+            self._per_second *= GROWTH_OF_RATE
 
 
 class HostTier:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from octavo.cache import tiers
-from octavo.cache.tiers import INDEX, LEAST_TELLING_BYTES, DiskTier, HostTier, ReadingRate
+from octavo.cache.tiers import INDEX, LEAST_TELLING_BYTES, CopyRate, DiskTier, HostTier
 from octavo.errors import ConfigError
 
 
@@ -67,18 +67,18 @@ def test_of_a_prefix_the_end_is_given_up_first() -> None:
     assert [tier.put(key(number), content(number))[0][0] for number in range(4, 8)] == [key(i) for i in (0, 3, 2, 1)]
 
 
-def test_what_is_read_slowly_is_computed_and_tried_again() -> None:
-    rate, many = ReadingRate(), LEAST_TELLING_BYTES
-    assert not rate.takes_longer(many, 0.0), "nothing is known"
+def test_a_rate_is_the_last_that_was_measured_of_many_bytes() -> None:
+    rate, many = CopyRate(), LEAST_TELLING_BYTES
     rate.learn(many - 1, 1e6)
-    assert not rate.takes_longer(many, 0.0), "few bytes tell nothing"
+    rate.grow()
+    assert rate.seconds(many) == 0.0, "few bytes tell nothing"
     rate.learn(many, 2.0)
-    assert not rate.takes_longer(many, 2.0)
-    assert not rate.takes_longer(many - 1, 0.0)
-    assert [rate.takes_longer(many, 1.0) for _ in range(9)] == [True] * 8 + [False]
+    assert (rate.seconds(many), rate.seconds(3 * many), rate.seconds(many - 1)) == (2.0, 6.0, 0.0)
+    for _ in range(8):
+        rate.grow()
+    assert 0.9 < rate.seconds(many) < 1.0
     rate.learn(2 * many, 1.0)
-    assert not rate.takes_longer(many, 0.6)
-    assert rate.takes_longer(many, 0.4)
+    assert rate.seconds(many) == 0.5
 
 
 def test_several_threads_read_and_write(tmp_path: Path) -> None:

@@ -249,23 +249,25 @@ def test_a_prefix_is_computed_if_that_was_faster(
         return 1.0
 
     monkeypatch.setattr(second.engine.scheduler.step_budget, "seconds_alone", seconds_alone)
-    second.offload.rate.learn(1000, 1e9)
-    second.answer(prompt)
-    assert second.engine.stats().prefix_hits == 0
-    second.engine.clear_cache()
-    second.settle()
-    second.offload.host.capacity = 0
-    second.offload.host.put(b"", b"")  # gives up all
-    second.offload.host.capacity = 10_000
-    second.offload.rate.learn(1000, 1e-9)
+    host = second.offload.host
+    for number, rate in enumerate((second.offload.reading, second.offload.restoring)):
+        rate.learn(1000, 1e9)
+        second.answer(prompt)
+        assert second.engine.stats().prefix_hits == 0
+        rate.learn(1000, 1e-9)
+        second.engine.clear_cache()
+        second.settle()
+        host.capacity = 0
+        host.put(bytes([number]), b"")  # gives up all
+        host.capacity = 10_000
     second.answer(prompt)
     assert second.engine.stats().prefix_hits == 56
-    assert asked == [(0, 56)] * 2
+    assert asked == [(0, 56)] * 3
     other = Request(next(second.ids), [7] * 21, SamplingParams(max_tokens=6), 6)
     second.engine.add(other)
     second.engine.add(Request(next(second.ids), prompt, SamplingParams(max_tokens=1), 1))
     list(outputs_of(second.engine))
-    assert len(asked) == 2
+    assert len(asked) == 3
     second.engine.close()
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass
+from math import inf
+from unittest.mock import patch
 
 import pytest
 
@@ -11,7 +13,7 @@ from octavo.cache.kv_cache import KVCache
 from octavo.config import SchedulerSettings
 from octavo.engine.scheduler import Scheduler
 from octavo.engine.step_budget import FULL_ROWS, NUM_FIRST_TRIALS, STEPS_BETWEEN_FIRST_TRIALS, STEPS_BETWEEN_TRIALS
-from octavo.engine.step_model import StepWork, work_of
+from octavo.engine.step_model import StepModel, StepWork, work_of
 from octavo.sampling_params import SamplingParams
 from octavo.types import Plan, Request, Scheduled, Sequence
 from octavo_bench.virtual import StepCost, VirtualEngine, VirtualProgress
@@ -209,6 +211,16 @@ def test_drafts_do_not_tell_what_a_prompt_token_costs() -> None:
     for plan in [[prompt], [decode], drafted] * 50:
         budget.learn(plan, sum(len(item.tokens) + len(item.drafts) for item in plan), cost.seconds(plan))
     assert budget.of_step(1, 1, 0) < MOST / 4
+
+
+def test_what_a_prompt_takes_alone_is_known_of_others() -> None:
+    budget = Recorder(StepCost(), SchedulerSettings()).engine.scheduler.step_budget
+    assert budget.seconds_alone(0, 1) == inf
+    seq = Sequence(Request(0, [1] * FULL_ROWS, SamplingParams(), 9))
+    budget.learn([Scheduled(seq, 0, tuple(seq.tokens), (), False, 0)], FULL_ROWS, 2.0)
+    for of_pair in (0.0, 1.0):
+        with patch.object(StepModel, "pair_seconds", of_pair):
+            assert budget.seconds_alone(10, 100) == pytest.approx(200 / FULL_ROWS + of_pair * 100 * (10 + 50))
 
 
 @pytest.mark.parametrize(("base", "longest_gap"), [(0.005, 0.6), (0.02, 1.4)])
