@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import logging
 import threading
 import time
 import uuid
@@ -29,13 +30,15 @@ import numpy.typing as npt
 from octavo.cache.held_blocks import HeldBlocks
 from octavo.cache.kv_channel import MAX_MESSAGE_BYTES, Fetcher, HoldingServer
 from octavo.config import CacheSettings
-from octavo.errors import CANCELLATIONS, ConfigError
+from octavo.errors import CANCELLATIONS, ConfigError, OctavoError
 from octavo.system.channel import Channel, ChannelError
 
 STAGE_BYTES = 16 << 20
 """Contents are read in pieces of about so many bytes: one of them is filled while others are read."""
 POLL_SECONDS = 0.0002
 KIND, UNDER_WAY = "DRAM", "PROC"
+
+logger = logging.getLogger(__name__)
 
 Piece = npt.NDArray[np.uint8]
 
@@ -67,8 +70,9 @@ class NixlAgent:
         try:
             from nixl._api import nixl_agent, nixl_agent_config
         except ImportError as error:
-            raise ConfigError(f"kv_connector: nixl needs the package nixl: pip install nixl ({error})") from None
-        self._agent: Any = nixl_agent(uuid.uuid4().hex, nixl_agent_config(backends=["UCX"]))
+            raise ConfigError(f"kv_connector: nixl needs: pip install 'octavo[nixl]' ({error})") from None
+        with _failures_as(ConfigError, "kv_connector: NIXL cannot be started"):
+            self._agent: Any = nixl_agent(uuid.uuid4().hex, nixl_agent_config(backends=["UCX"]))
         self._known: dict[bytes, str] = {}
         """Names of other agents."""
         self._free: list[Piece] = []
@@ -78,14 +82,15 @@ class NixlAgent:
 
     @contextlib.contextmanager
     def memory(self, size: int) -> Iterator[Piece]:
-        """Registered memory of at least so many bytes."""
+        """Registered memory of at least so many bytes. Raises ``ChannelError`` if there cannot be more."""
         with self._lock:
             self._free += [piece for piece, transfer in self._busy if self._is_over(transfer)]
             self._busy = [known for known in self._busy if not any(known[0] is piece for piece in self._free)]
             found = next((i for i, piece in enumerate(self._free) if len(piece) >= size), None)
             piece = np.empty(max(size, STAGE_BYTES), np.uint8) if found is None else self._free.pop(found)
             if found is None:
-                self._agent.register_memory([(piece.ctypes.data, len(piece), 0, "")], KIND)
+                with _failures_as(ChannelError, "NIXL cannot register memory"):
+                    self._agent.register_memory([(piece.ctypes.data, len(piece), 0, "")], KIND)
         try:
             yield piece
         finally:
@@ -94,8 +99,8 @@ class NixlAgent:
                     self._free.append(piece)
 
     def told(self) -> bytes:
-        """What another agent must know to read this one's memory."""
-        with self._lock:
+        """What another agent must know to read this one's memory. Raises ``ChannelError``."""
+        with self._lock, _failures_as(ChannelError, "NIXL does not describe its memory"):
             found: bytes = self._agent.get_agent_metadata()
         return found
 
@@ -103,35 +108,44 @@ class NixlAgent:
         """Read what was placed. Raises ``ChannelError``, also after ``seconds``."""
         end = time.monotonic() + seconds
         try:
-            transfer, state = self._begin(placed, size, target)
-            while state == UNDER_WAY and time.monotonic() < end:
-                time.sleep(POLL_SECONDS)
-                with self._lock:
-                    state = self._agent.check_xfer_state(transfer)
-            with self._lock:
-                if state == UNDER_WAY:
-                    self._busy.append((target, transfer))
-                else:
-                    self._agent.release_xfer_handle(transfer)
-        except CANCELLATIONS:
-            raise
-        except BaseException as error:
+            with _failures_as(ChannelError, "NIXL cannot read its memory"):
+                transfer = self._prepare(placed, size, target)
+                state = self._run(transfer, target, end)
+        except ChannelError:
             self._known.pop(placed.agent, None)
-            raise ChannelError(f"NIXL cannot read its memory: {type(error).__name__}: {error}") from None
+            raise
         if state != "DONE":
             raise ChannelError(f"NIXL did not read its memory within {seconds:g} s: {state}")
 
-    def _begin(self, placed: Placed, size: int, target: Piece) -> tuple[Any, str]:
+    def _prepare(self, placed: Placed, size: int, target: Piece) -> Any:
         with self._lock:
             if placed.agent not in self._known:
                 name = self._agent.add_remote_agent(placed.agent)
                 self._known[placed.agent] = name.decode() if isinstance(name, bytes) else name
             ours = self._agent.get_xfer_descs([(target.ctypes.data, size, 0)], KIND)
             theirs = self._agent.get_xfer_descs([(placed.address, size, 0)], KIND)
-            transfer = self._agent.initialize_xfer("READ", ours, theirs, self._known[placed.agent])
-            return transfer, self._agent.transfer(transfer)
+            return self._agent.initialize_xfer("READ", ours, theirs, self._known[placed.agent])
+
+    def _run(self, transfer: Any, target: Piece, end: float) -> str:
+        """The state that a transfer ends in; it and ``target`` are kept unless that is known."""
+        state: str = UNDER_WAY
+        try:
+            with self._lock:
+                state = self._agent.transfer(transfer)
+            while state == UNDER_WAY and time.monotonic() < end:
+                time.sleep(POLL_SECONDS)
+                with self._lock:
+                    state = self._agent.check_xfer_state(transfer)
+            return state
+        finally:
+            with self._lock:
+                if state == UNDER_WAY:
+                    self._busy.append((target, transfer))
+                else:
+                    self._release(transfer)
 
     def _is_over(self, transfer: Any) -> bool:
+        """Whether nothing is read by it any more; then it is released."""
         try:
             if self._agent.check_xfer_state(transfer) == UNDER_WAY:
                 return False
@@ -139,15 +153,35 @@ class NixlAgent:
             raise
         except BaseException:  # its server is gone
             pass
-        self._agent.release_xfer_handle(transfer)
+        self._release(transfer)
         return True
+
+    def _release(self, transfer: Any) -> None:
+        """Let go of a transfer that is over; where NIXL refuses there is nothing more to do."""
+        try:
+            self._agent.release_xfer_handle(transfer)
+        except CANCELLATIONS:
+            raise
+        except BaseException as error:
+            logger.warning("NIXL does not release a transfer: %s: %s", type(error).__name__, error)
+
+
+@contextlib.contextmanager
+def _failures_as(kind: type[OctavoError], what: str) -> Iterator[None]:
+    """Raise failures of NIXL, which have classes of its own, as ``kind``."""
+    try:
+        yield
+    except CANCELLATIONS:
+        raise
+    except BaseException as error:
+        raise kind(f"{what}: {type(error).__name__}: {error}") from None
 
 
 class NixlServer(HoldingServer):
     """Lets decode servers read what is held."""
 
     def __init__(self, settings: CacheSettings, held: HeldBlocks, identity: Callable[[], Mapping[str, str]]) -> None:
-        """Raises ``ConfigError``, as ``HoldingServer`` does, and without the package."""
+        """Raises ``ConfigError``, as ``HoldingServer`` does, and where NIXL is missing or does not start."""
         self._agent = NixlAgent()
         super().__init__(settings, held, identity)
 
@@ -176,7 +210,7 @@ class NixlFetcher(Fetcher):
     """Reads what prefill servers hold."""
 
     def __init__(self, settings: CacheSettings, identity: Callable[[], Mapping[str, str]]) -> None:
-        """Raises ``ConfigError``, as ``Fetcher`` does, and without the package."""
+        """Raises ``ConfigError``, as ``Fetcher`` does, and where NIXL is missing or does not start."""
         self._agent = NixlAgent()
         super().__init__(settings, identity)
 

@@ -57,7 +57,7 @@ class Servers:
 @pytest.fixture(scope="module", params=["tcp", "nixl"])
 def servers(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
     if request.param == "nixl" and find_spec("nixl") is None:
-        pytest.skip("pip install nixl")
+        pytest.skip("pip install 'octavo[nixl]'")
     with ExitStack() as stack:
         yield Servers(tmp_path_factory.mktemp("servers"), stack, request.param)
 
