@@ -467,6 +467,8 @@ def _check_headless(config: ServeConfig) -> None:
         raise ConfigError(f"node_rank: {rank} needs headless: the host with node_rank 0 serves HTTP")
     if config.model.nnodes > 1 and server.data_parallel_size > 1:
         raise ConfigError("nnodes and data_parallel_size: each engine would need hosts of its own")
+    if config.model.nnodes > 1 and server.takeover_socket is not None:
+        raise ConfigError("nnodes and takeover_socket: the other hosts compute for the server before until it ends")
 
 
 def _changed(config: EngineConfig) -> dict[str, str]:

@@ -288,17 +288,19 @@ def _started_ranks(
     if 0 < len(gpus) < size:
         logger.warning("%d ranks share %d GPUs, which is slow: it is for tests", size, len(gpus))
     nodes = NodeListener(config.model).wait() if num_nodes > 1 else []
-    layout = RankLayout(size, num_stages, num_nodes)
-    processes = started or RankProcesses(len(layout.others))
-    flat = to_flat(dataclasses.replace(config, model=settings), EngineConfig)
-    for link in nodes:
-        link.tell(StartNode({**flat, "node_key": None}, content_fingerprint(path)))
-    ranks = RankGroup(flat, processes, shared, layout, gpus, nodes)
-    try:
+    with contextlib.ExitStack() as ending:
+        for link in nodes:
+            ending.callback(link.close)
+        layout = RankLayout(size, num_stages, num_nodes)
+        processes = started or RankProcesses(len(layout.others))
+        ending.callback(processes.end)
+        flat = to_flat(dataclasses.replace(config, model=settings), EngineConfig)
+        for link in nodes:
+            link.tell(StartNode({**flat, "node_key": None}, content_fingerprint(path)))
+        ranks = RankGroup(flat, processes, shared, layout, gpus, nodes)
+        ending.callback(ranks.end)
         yield ranks
-    except BaseException:
-        ranks.end()
-        raise
+        ending.pop_all()
 
 
 def rank_memory(settings: ModelSettings) -> SharedMemory:

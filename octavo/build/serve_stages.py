@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import signal
 import sys
 import time
 from typing import NoReturn
@@ -27,6 +28,7 @@ from octavo.runtime.ranks.start_messages import (
     RankSettled,
 )
 from octavo.system.channel import ChannelError, RefusedError
+from octavo.system.process_exit import num_oom_kills
 from octavo.weights.hub import resolve_model
 
 RETRY_SECONDS = 0.2
@@ -53,8 +55,6 @@ def serve_stages(config: EngineConfig) -> NoReturn:
                 logger.warning("%s; this host starts again", error)
             except OctavoError as error:
                 logger.error("%s", error)
-                with contextlib.suppress(RanksLost):
-                    link.tell(RankFailed(type(error).__name__, f"host {config.model.node_rank}: {error}"))
 
 
 def _joined(settings: ModelSettings) -> NodeLink:
@@ -73,32 +73,49 @@ def _joined(settings: ModelSettings) -> NodeLink:
 
 
 def _compute(link: NodeLink, own: dict[str, object]) -> NoReturn:
-    """Compute what the first host asks for. Raises ``RanksLost``, ``ConfigError`` and ``CheckpointError``."""
-    start = link.hear(StartNode)
-    flat = {**start.config, **own}
-    settings = EngineConfig.from_flat(flat).model
-    if content_fingerprint(resolve_model(settings)) != start.fingerprint:
-        raise ConfigError(f"model: the checkpoint {settings.model} is not that of the host with node_rank 0")
-    layout = RankLayout(settings.num_ranks, settings.pipeline_parallel_size, settings.nnodes, settings.node_rank)
-    group = RankGroup(flat, RankProcesses(len(layout.others)), rank_memory(settings), layout, nodes=[link])
-
-    def tell_first(status: int) -> None:
-        with contextlib.suppress(RanksLost):
-            link.tell(NodeLost(str(group.problem), status))
-        link.close()
-
-    try:
-        group.report_to(tell_first)
-        link.tell(RankLoaded(group.least_free(sys.maxsize)))
-        group.settle(link.hear(RankSettled).limits)
-        group.wait()
-        link.tell(RankReady())
-        logger.info("ranks %s compute for the host with node_rank 0", layout.others)
+    """Compute what the first host asks for. Raises ``RanksLost``, ``ConfigError`` and ``CheckpointError``; the first
+    host is told of a failure to load."""
+    with contextlib.ExitStack() as ending:  # this closes the link, through which a failure is told before
+        try:
+            group = _loaded(link, own, ending)
+        except OctavoError as error:
+            is_lost, problem = isinstance(error, RanksLost), str(error)
+            with contextlib.suppress(RanksLost):
+                link.tell(NodeLost(problem, 1) if is_lost else RankFailed(type(error).__name__, problem))
+            raise
         writer = group.memory.writer(group.check)
         while True:
             order = link.hear(Order)
             for number, digest in order.digests:
                 group.memory.write_digest(0, number, digest)
             writer.write(order.message)
-    finally:
-        group.end()
+
+
+def _loaded(link: NodeLink, own: dict[str, object], ending: contextlib.ExitStack) -> RankGroup:
+    """The ranks of this host, when they are ready to compute; ``ending`` ends them."""
+    start = link.hear(StartNode)
+    flat = {**start.config, **own}
+    settings = EngineConfig.from_flat(flat).model
+    if content_fingerprint(resolve_model(settings)) != start.fingerprint:
+        raise ConfigError(f"model: the checkpoint {settings.model} is not that of the host with node_rank 0")
+    layout = RankLayout(settings.num_ranks, settings.pipeline_parallel_size, settings.nnodes, settings.node_rank)
+    memory, oom_kills_before = rank_memory(settings), num_oom_kills()
+    processes = RankProcesses(len(layout.others))
+    ending.callback(processes.end)
+    group = RankGroup(flat, processes, memory, layout, nodes=[link])
+    ending.callback(group.end)
+
+    def tell_first(status: int) -> None:
+        # The first host cannot see why this one's kernel kills; by a status of its own the rank is at fault.
+        ran_out = (num_oom_kills() or 0) > (oom_kills_before or 0)
+        with contextlib.suppress(RanksLost):
+            link.tell(NodeLost(str(group.problem), 1 if status == -signal.SIGKILL and ran_out else status))
+        link.close()
+
+    link.tell(RankLoaded(group.least_free(sys.maxsize)))
+    group.settle(link.hear(RankSettled).limits)
+    group.wait()
+    group.report_to(tell_first)
+    link.tell(RankReady())
+    logger.info("ranks %s compute for the host with node_rank 0", layout.others)
+    return group

@@ -14,11 +14,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from octavo.errors import OctavoError
+from octavo.system.process_exit import is_from_outside, num_oom_kills
 from octavo.telemetry.cache_view import SessionOrder, SessionReport
 from octavo.telemetry.logs import current_format, current_level
 from octavo.types import EngineInfo, Request, WeightOrder
 from octavo_server.engines import wire
-from octavo_server.engines.process_exit import is_from_outside, num_oom_kills
 from octavo_server.engines.sent_pixels import KeptPixels
 
 POLL_SECONDS = 0.005

@@ -24,10 +24,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 from octavo.errors import CANCELLATIONS, OctavoError
+from octavo.system.process_exit import processor_time
 from octavo.types import EngineInfo
 from octavo_server.engines import wire
 from octavo_server.engines.engine_link import EngineLink
-from octavo_server.engines.process_exit import processor_time
 
 NUM_RESERVED = 8
 """Starting a process takes a socket pair and the ends of two pipes."""

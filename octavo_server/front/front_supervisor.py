@@ -19,7 +19,7 @@ import time
 from pathlib import Path
 
 from octavo.errors import ConfigError
-from octavo_server.engines.process_exit import processor_time
+from octavo.system.process_exit import processor_time
 from octavo_server.front.service_manager import ALIVE, READY, ServiceManager
 
 TICK = 0.1

@@ -334,6 +334,12 @@ def test_a_bad_speculative_config_is_refused(config: str, named: str) -> None:
     assert str(refused.value).startswith("speculative_config: ")
 
 
+@pytest.mark.parametrize("flag", ["--takeover-socket", "--data-parallel-size"])
+def test_what_hosts_of_one_engine_cannot_serve_is_refused(flag: str) -> None:
+    with pytest.raises(ConfigError, match=f"nnodes and {flag[2:].replace('-', '_')}: "):
+        load(*HOSTS, flag, "2")
+
+
 def test_json_may_be_a_mapping(tmp_path: Path) -> None:
     text = "speculative_config:\n  method: ngram\n  num_speculative_tokens: 2\n"
     assert load(*write(tmp_path, text)).speculative.speculative_config == (

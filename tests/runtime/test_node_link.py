@@ -3,24 +3,41 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import queue
+import re
 import signal
 import socket
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
+from multiprocessing.connection import Connection
 from pathlib import Path
+from types import SimpleNamespace
 
+import msgspec
 import pytest
+import torch
 
+from octavo.build import build_engine, serve_stages
 from octavo.build.serve_stages import OWN, _compute
+from octavo.cache.build_offload import content_fingerprint
 from octavo.config import EngineConfig, ModelSettings, to_flat
 from octavo.errors import CheckpointError, ConfigError, RanksLost
+from octavo.models.registry import read_config
+from octavo.runtime.memory import Limits
 from octavo.runtime.ranks import node_link
 from octavo.runtime.ranks.node_link import NodeLink, NodeListener, NodeLost, Order, StageOutput, StartNode, join
-from octavo.runtime.ranks.start_messages import RankFailed, RankReady
+from octavo.runtime.ranks.rank_processes import RankProcesses
+from octavo.runtime.ranks.start_messages import RankFailed, RankLoaded, RankReady, RankSettled, StartMessage
+from octavo.system import process_exit
 from octavo.system.channel import ChannelError, RefusedError
 from tests.llm.tiny import write_checkpoint
+from tests.ops.cpu_cases import needs_float_kernels
 from tests.runtime.thread_ranks import connected
 from tests.server.test_keys import certificate
 
@@ -71,11 +88,133 @@ def test_messages_arrive_in_order_and_outputs_beside_them(ends: tuple[NodeLink, 
     assert outputs.get(timeout=30) == StageOutput((0, 1), large)
 
 
-def test_a_host_that_cannot_load_its_part_says_why(ends: tuple[NodeLink, NodeLink]) -> None:
+class ScriptedProcesses(RankProcesses):
+    """Ranks that run a few lines, with ``connection``, instead of a model."""
+
+    lines = ""
+
+    def _start(self) -> None:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            head = f"from multiprocessing.connection import Connection; connection = Connection({theirs.fileno()})"
+            command = [sys.executable, "-S", "-c", f"{head}\nconnection.recv_bytes()\n{self.lines}"]
+            self.processes.append(subprocess.Popen(command, pass_fds=[theirs.fileno()]))
+        self.connections.append(Connection(ours.detach()))
+
+
+Computes = Callable[[str], "Future[None]"]
+
+
+@pytest.fixture
+def computes(ends: tuple[NodeLink, NodeLink], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Computes]:
+    """Has the other host compute for the first, with a rank that runs the given lines."""
     first, other = ends
-    other.tell(RankFailed("CheckpointError", "host 1: a tensor is missing"))
-    with pytest.raises(CheckpointError, match="host 1: a tensor is missing"):
-        first.hear(RankReady)
+    folder, hosts = write_checkpoint(tmp_path), {"pipeline_parallel_size": 2, "nnodes": 2, "node_key": "a key"}
+    flat = to_flat(EngineConfig.from_flat({**hosts, "model": str(folder), "device": "cpu"}), EngineConfig)
+    own = {**{name: flat[name] for name in OWN}, "node_rank": 1}
+    with ThreadPoolExecutor(1) as threads:
+
+        def start(lines: str) -> Future[None]:
+            monkeypatch.setattr(ScriptedProcesses, "lines", lines)
+            monkeypatch.setattr(serve_stages, "RankProcesses", ScriptedProcesses)
+            first.tell(StartNode(flat, content_fingerprint(folder)))
+            return threads.submit(_compute, other, own)
+
+        yield start
+        first.close()
+
+
+KILL = "import os; os.kill(os.getpid(), 9)"
+
+
+def sends(message: StartMessage) -> str:
+    return f"connection.send_bytes({msgspec.msgpack.encode(message)!r})"
+
+
+@needs_float_kernels
+@pytest.mark.parametrize(
+    ("lines", "error", "words"),
+    [
+        (sends(RankFailed("CheckpointError", "a tensor is missing")), CheckpointError, "^host 1: a tensor is missing"),
+        (KILL, RanksLost, r"host 1: rank 1 of the engine ended \(killed by signal 9\)"),
+    ],
+)
+def test_a_host_that_cannot_load_its_part_says_why(
+    lines: str, error: type[Exception], words: str, ends: tuple[NodeLink, NodeLink], computes: Computes
+) -> None:
+    first, _ = ends
+    found, end = losses(first), computes(lines)
+    with pytest.raises(error, match=words):
+        first.hear(RankLoaded)
+    assert re.search(words, found.get(timeout=30)[0]), "whoever notices the end of the link first knows it, too"
+    with pytest.raises(error):
+        end.result(timeout=30)
+
+
+@needs_float_kernels
+@pytest.mark.parametrize(("kills", "status"), [(3, -signal.SIGKILL), (4, 1)])
+def test_a_rank_killed_as_memory_ran_out_is_itself_at_fault(
+    kills: int,
+    status: int,
+    ends: tuple[NodeLink, NodeLink],
+    computes: Computes,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    first, _ = ends
+    vmstat = tmp_path / "vmstat"
+    vmstat.write_text("oom_kill 3\n")
+    monkeypatch.setattr(process_exit, "VMSTAT", vmstat)
+    found, told = losses(first), f"{sends(RankLoaded(5))}\nconnection.recv_bytes()\n{sends(RankReady())}\n"
+    end = computes(
+        f"{told}import os, time\nwhile not os.path.exists({str(tmp_path / 'now')!r}): time.sleep(0.01)\n{KILL}"
+    )
+    assert first.hear(RankLoaded) == RankLoaded(5)
+    first.tell(RankSettled(Limits(9, 9, (), (), 1, 9)))
+    first.hear(RankReady)
+    vmstat.write_text(f"oom_kill {kills}\n")
+    (tmp_path / "now").touch()
+    assert found.get(timeout=30) == ("host 1: rank 1 of the engine ended (killed by signal 9)", status)
+    with pytest.raises(RanksLost):
+        end.result(timeout=30)
+
+
+@needs_float_kernels
+def test_a_start_that_fails_ends_links_and_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, hosts = write_checkpoint(tmp_path), {"nnodes": 3, "node_key": "a key", "pipeline_parallel_size": 3}
+    config = EngineConfig.from_flat({**hosts, "model": str(folder), "device": "cpu"})
+    model = read_config(json.loads((folder / "config.json").read_text()))
+    down, up = connected(3)
+    monkeypatch.setattr(build_engine, "NodeListener", lambda settings: SimpleNamespace(wait=lambda: down))
+    monkeypatch.setattr(build_engine, "check_divides", lambda *of_model: None)
+    monkeypatch.setattr(ScriptedProcesses, "lines", "")
+    processes = ScriptedProcesses(1)
+    lost = losses(up[1])
+    down[0].close()
+    with (
+        pytest.raises(RanksLost, match="host 1"),
+        build_engine._started_ranks(config, folder, model, torch.device("cpu"), processes),
+    ):
+        pytest.fail("it began")
+    assert lost.get(timeout=30)
+    assert processes.processes[0].poll() == -signal.SIGKILL
+    for link in up:
+        link.close()
+
+
+def test_waiting_for_a_host_that_loads_uses_processor_time(ends: tuple[NodeLink, NodeLink]) -> None:
+    """Without any, the supervisor would take the engine for stuck."""
+    first, other = ends
+    thread = threading.Thread(target=first.hear, args=(RankLoaded, 1e-4))
+    thread.start()
+    assert thread.ident is not None
+    clock, deadline = time.pthread_getcpuclockid(thread.ident), time.monotonic() + 30
+    while time.clock_gettime(clock) < 0.02:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    other.tell(RankLoaded(5))
+    thread.join(timeout=30)
+    assert not thread.is_alive()
 
 
 def test_a_rank_that_has_ended_is_told_with_its_status(ends: tuple[NodeLink, NodeLink]) -> None:

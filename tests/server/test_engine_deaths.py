@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from octavo import errors
+from octavo.system import process_exit as endings
 from octavo.weights.adapter_files import FILES, digest
-from octavo_server.engines import process_exit as endings
 from octavo_server.engines import supervisor
 from tests.server.child_engine import ROOT, SLOW, assert_right, finish, kill, make_engine, running, send, until
 from tests.server.fake_engine import expected

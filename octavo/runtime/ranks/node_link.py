@@ -47,9 +47,9 @@ MAX_BYTES = 1 << 31
 """Of a message: more than a stage hands on of any step."""
 MAX_LOGINS = 16
 """Connections that log in at the same time."""
-ACCEPT_SECONDS = 0.01
-"""Between two looks whether a host has come. They use a little processor time, by which the supervisor sees that this
-process does not hang."""
+START_LOOK_SECONDS = 0.01
+"""Between two looks whether a host has come, or has loaded. They use a little processor time, by which the supervisor
+sees that this process does not hang."""
 REPORT_SECONDS = 30.0
 
 logger = logging.getLogger(__name__)
@@ -142,18 +142,23 @@ class NodeLink:
             self._lose(str(error), -signal.SIGKILL)
             raise RanksLost(f"host {self.node}: {self._problem or error}") from None
 
-    def hear(self, kind: type[Expected]) -> Expected:
-        """Wait for the next message that is no stage's output. Raises ``RanksLost``, or the error that the other end
-        reports."""
-        message = self._heard.get()
+    def hear(self, kind: type[Expected], look_seconds: float | None = None) -> Expected:
+        """Wait for the next message that is no stage's output, by default asleep until it comes. Raises ``RanksLost``,
+        or the error that the other end reports."""
+        message = self._next(look_seconds)
         if message is None:
             self._heard.put(None)
             raise RanksLost(f"host {self.node}: {self._problem or 'the link is closed'}")
         if isinstance(message, RankFailed):
-            raise message.error
+            raise RankFailed(message.kind, f"host {self.node}: {message.message}").error
         if not isinstance(message, kind):
             raise RanksLost(f"host {self.node}: a {type(message).__name__} came, not a {kind.__name__}")
         return message
+
+    def _next(self, look_seconds: float | None) -> NodeMessage | None:
+        while True:
+            with contextlib.suppress(queue.Empty):
+                return self._heard.get(timeout=look_seconds)
 
     def close(self) -> None:
         """End the connections, and the threads."""
@@ -173,6 +178,8 @@ class NodeLink:
                     case NodeLost(problem, status):
                         self._lose(problem, status)
                     case _:
+                        if isinstance(message, RankFailed):  # the link ends then, and for this reason
+                            self._problem = message.message
                         self._heard.put(message)
         except (ChannelError, RanksLost) as error:
             self._lose(str(error), -signal.SIGKILL)
@@ -185,9 +192,9 @@ class NodeLink:
     def _lose(self, problem: str, status: int) -> None:
         if self._is_closed.is_set():
             return
-        self._problem = problem
+        self._problem = self._problem or problem
         self.close()
-        self.on_lost(f"host {self.node}: {problem}", status)
+        self.on_lost(f"host {self.node}: {self._problem}", status)
 
 
 class StageRelay:
@@ -268,7 +275,7 @@ class NodeListener:
         self._settings = settings
         self._tls = server_tls(settings.node_ssl_certfile, settings.node_ssl_keyfile, of_tls)
         self._socket = listen(_address(settings), self._tls, "master_addr", of_tls, MAX_LOGINS)
-        self._socket.settimeout(ACCEPT_SECONDS)
+        self._socket.settimeout(START_LOOK_SECONDS)
         self._joined: queue.SimpleQueue[tuple[Joining, Channel]] = queue.SimpleQueue()
         self._logins = threading.Semaphore(MAX_LOGINS)
 

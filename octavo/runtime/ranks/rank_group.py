@@ -25,7 +25,7 @@ from octavo.errors import RanksLost
 from octavo.ops.collective import Collective
 from octavo.ops.device_backend import RankMemory, SharedMemory
 from octavo.runtime.memory import Limits
-from octavo.runtime.ranks.node_link import NodeLink, Order, StageRelay
+from octavo.runtime.ranks.node_link import START_LOOK_SECONDS, NodeLink, Order, StageRelay
 from octavo.runtime.ranks.rank_executor import RankExecutor
 from octavo.runtime.ranks.rank_processes import RankProcesses
 from octavo.runtime.ranks.ranks import OnLost
@@ -95,7 +95,7 @@ class RankGroup:
         with self._start_explained():
             loaded = [hear(connection, RankLoaded).free for connection in self._watch.connections]
         own = min(free, *loaded, sys.maxsize) // self._num_sharing
-        return min(own, *(link.hear(RankLoaded).free for link in self._nodes), sys.maxsize)
+        return min(own, *(link.hear(RankLoaded, START_LOOK_SECONDS).free for link in self._nodes), sys.maxsize)
 
     def settle(self, limits: Limits) -> None:
         """See ``Ranks``."""
@@ -111,7 +111,7 @@ class RankGroup:
             for connection in self._watch.connections:
                 hear(connection, RankReady)
         for link in self._nodes:
-            link.hear(RankReady)
+            link.hear(RankReady, START_LOOK_SECONDS)
 
     def executor(self, own: Executor) -> RanksExecutor:
         """See ``Ranks``."""
