@@ -121,15 +121,14 @@ def _check(config: EngineConfig) -> int:
     free = memory.free_memory(device, config.cache.gpu_memory_utilization)
     if isinstance(model, EncoderConfig):
         return _fit_encoder(config, path, model, loaded.num_bytes, form.dtype, free)
-    whole = loaded.num_bytes
     if config.model.pipeline_parallel_size > 1:
         loaded = largest_stage(model, checkpoint, form, num_ranks, config.model.pipeline_parallel_size)
     for line in (*_check_modules(config, loaded), *_check_drafter(config, model, checkpoint, device)):
         print(line)
     sizes: Mapping[str, int] = loaded.bytes_by_format
     if checkpoint.has_blocks and form.packs and device.type == "cpu":
-        of_files = sum(part.stat().st_size for part in parts_of(path))
-        sizes = {"blocks": of_files * loaded.num_bytes // (whole * num_ranks)}
+        of_files, whole = sum(part.stat().st_size for part in parts_of(path)), outline(model, checkpoint, form)
+        sizes = {"blocks": of_files * loaded.num_bytes // whole.num_bytes}
     left = (free // config.model.ranks_per_node if device.type == "cpu" else free) - sum(sizes.values())
     left -= backend_of(device.type).peer_bytes(num_ranks)
     try:

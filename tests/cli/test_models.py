@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
+import gguf
 import huggingface_hub
 import pytest
 import torch
@@ -19,11 +21,14 @@ from octavo.models.meta_model import outline
 from octavo.models.multimodal_text import TEXT_PARTS
 from octavo.models.registry import ARCHITECTURES, LoadedModel, read_config
 from octavo.quant.stored.stored_weight import WeightFormat
+from octavo.runtime import memory
 from octavo.weights.checkpoint import open_checkpoint
 from tests.models.adapter_files import make_adapter
 from tests.models.encoder_families import make_encoder
 from tests.models.families import FIRST_ROWS, ROWS, make_checkpoint
+from tests.models.gguf_files import write_gguf
 from tests.models.test_text_part import make as make_wrapper
+from tests.ops.cpu_cases import needs_float_kernels
 from tests.tiers import one_in
 
 FITTING = ["--device", "cpu", "--num-kv-blocks", "40"]
@@ -141,6 +146,29 @@ def test_ranks_that_divide_contexts_cache_more_tokens(
     out = capsys.readouterr().out
     assert f"divided among 2 ranks with a KV cache for {num_tokens} tokens" in out
     assert "kv cache             2.0 MiB" in out
+
+
+@needs_float_kernels
+def test_weights_of_which_each_rank_has_all_count_for_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the one KV head of each layer, whatever the ranks divide, and queries and outputs, if attention is whole."""
+    model = make_checkpoint(tmp_path, "llama/one_kv_head_tied", intermediate_size=64)
+    path = write_gguf(tmp_path, model, lambda name, values: gguf.GGMLQuantizationType.Q8_0 if values.ndim > 1 else None)
+    shares, plan = [], memory.plan_memory
+
+    def noted(*args: Any, **named: Any) -> Any:
+        shares.append(sum(named["weights"].values()) / path.stat().st_size)
+        return plan(*args, **named)
+
+    monkeypatch.setattr(memory, "plan_memory", noted)
+    for flags in ([], ["--tensor-parallel-size", "2"], ["--tensor-parallel-size", "2", "--enable-dp-attention"]):
+        assert main(["models", str(path), *FITTING, *flags]) == 0
+    sizes = {name: weight.numel() for name, weight in model.named_parameters()}
+
+    def share(*parts: str) -> float:
+        return sum(size for name, size in sizes.items() if name.split(".")[-2] in parts) / sum(sizes.values())
+
+    one_head, divided = share("k_proj", "v_proj"), share("q_proj", "o_proj")
+    assert shares == pytest.approx([1, (1 + one_head) / 2, (1 + one_head + divided) / 2], abs=0.02)
 
 
 def test_memory_is_that_of_both_pools(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
