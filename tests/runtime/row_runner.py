@@ -41,6 +41,8 @@ class RowRunner:
             copy_state=None,
             routes_NC=None,
             context=None,
+            sequences=None,
+            num_blocks=[max(row.position for row in rows) // BLOCK_SIZE + 1],
         )
         max_blocks = max(row.position for row in rows) // BLOCK_SIZE + 1
         limits = StepLimits(len(rows), len(rows), max_blocks)
