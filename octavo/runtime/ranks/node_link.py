@@ -47,7 +47,7 @@ MAX_BYTES = 1 << 31
 """Of a message: more than a stage hands on of any step."""
 MAX_LOGINS = 16
 """Connections that log in at the same time."""
-START_LOOK_SECONDS = 0.01
+START_LOOK_SECONDS = 0.002
 """Between two looks whether a host has come, or has loaded. They use a little processor time, by which the supervisor
 sees that this process does not hang."""
 REPORT_SECONDS = 30.0
