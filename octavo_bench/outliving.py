@@ -126,12 +126,14 @@ class Outliving:
         """A server computes ``count`` short prompts; then one file of each is damaged."""
         numbers, draw = range(10, 10 + count), random.Random(0)
         with self.start():
-            files = [self._files_of(number) for number in numbers]
-            before = [self.ask(number, SHORT_PROMPT) for number in numbers]
+            block_size = httpx.get(self._url + "/stats", timeout=SECONDS).json()["cache"]["page_size"]
+            length = max(SHORT_PROMPT, 2 * block_size + 1)
+            files = [self._files_of(number, length, block_size) for number in numbers]
+            before = [self.ask(number, length) for number in numbers]
         for own in files:
             damage(draw.choice(own), draw)
         with self.start():
-            after = [self.ask(number, SHORT_PROMPT) for number in numbers]
+            after = [self.ask(number, length) for number in numbers]
             lines = httpx.get(self._url + "/metrics", timeout=SECONDS).text.splitlines()
         num_bad = sum(float(line.split()[-1]) for line in lines if line.startswith("octavo_kv_offload_bad_files_total"))
         num_cached = sum(found.num_cached for found in after)
@@ -140,23 +142,22 @@ class Outliving:
                 "case": f"{count} damaged files",
                 "requests": count,
                 "right": sum(one.tokens == other.tokens for one, other in zip(before, after, strict=True)),
-                "prompt_tokens": count * SHORT_PROMPT,
+                "prompt_tokens": count * length,
                 "cached_tokens": num_cached,
-                "cached_percent": round(100 * num_cached / (count * SHORT_PROMPT), 2),
+                "cached_percent": round(100 * num_cached / (count * length), 2),
                 "bad_files": int(num_bad),
             }
         )
 
-    def _files_of(self, number: int) -> list[Path]:
+    def _files_of(self, number: int, length: int, block_size: int) -> list[Path]:
         """Those of the blocks of a short prompt that are read when it is asked again; waits until they are written.
 
         The last token is left out: with it the last block may be full, and it is always computed.
         """
         others = set(self._files())
-        block_size = httpx.get(self._url + "/stats", timeout=SECONDS).json()["cache"]["page_size"]
-        self.ask(number, SHORT_PROMPT - 1, 1)
+        self.ask(number, length - 1, 1)
         end = time.monotonic() + SECONDS
-        while len(found := [file for file in self._files() if file not in others]) < (SHORT_PROMPT - 1) // block_size:
+        while len(found := [file for file in self._files() if file not in others]) < (length - 1) // block_size:
             if time.monotonic() > end:
                 raise TimeoutError(f"a short prompt is not on disk after {SECONDS:g} s: {len(found)} of its blocks are")
             time.sleep(POLL_SECONDS)

@@ -32,7 +32,7 @@ from octavo_server.tenants.api_keys import Keys, caller_of
 MAX_SHOWN_FIELDS = 16
 MAX_SHOWN_MODELS = 16
 MAX_TENANT = 256
-NO_NAMES = ("", "tgi", "dummy")
+NO_NAMES = ("tgi", "dummy")
 """Names that stand for the served model, whichever it is: the clients text-generation and huggingface_hub send the
 last two when they are given no name but a URL."""
 
@@ -219,12 +219,16 @@ class ModelServices:
         """By the setting; the backend toy has no model whose name could matter."""
         return self.config.server.accept_any_model or self.config.model.backend == "toy"
 
-    def check_model(self, name: str) -> None:
-        """Raise ``ModelNotFound`` unless ``name`` is this model, an adapter, or no name, or any is accepted."""
+    def check_model(self, name: str, *, must_be_served: bool = False) -> None:
+        """Raise ``ModelNotFound`` unless ``name`` is this model, an adapter, or no name, or any is accepted.
+
+        With ``must_be_served``, what clients of one model send for none is a name like others.
+        """
         adapters = self.engine.adapters
+        is_none = name in NO_NAMES and len(self.server.models) == 1 and not must_be_served
         if name in adapters.known:
             adapters.check(name)
-        elif name not in (*NO_NAMES, *self.model_names) and not self.accepts_any_model:
+        elif not is_none and name not in ("", *self.model_names) and not self.accepts_any_model:
             names = [each for model in self.server.models for each in model.served_names]
             served = ", ".join(f"`{printable(each)}`" for each in names[:MAX_SHOWN_MODELS])
             message = f"The model `{printable(name)}` does not exist. This server serves {served}."

@@ -504,7 +504,7 @@ class Offload:
         for block, content in zip(blocks, contents, strict=True):
             if content:
                 self.store.write(block, content)
-        self.restoring.learn(sum(map(len, contents)), time.monotonic() - began)
+        self.restoring.learn_at_least(sum(map(len, contents)), time.monotonic() - began)  # copies wait for steps
         self.stats.num_restored += len(blocks)
 
     def close(self) -> None:

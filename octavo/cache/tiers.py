@@ -59,6 +59,11 @@ class CopyRate:
         if num_bytes >= LEAST_TELLING_BYTES:
             self._per_second = num_bytes / seconds
 
+    def learn_at_least(self, num_bytes: int, seconds: float) -> None:
+        """So many bytes were copied together, in a time that may include waiting for something else."""
+        if num_bytes >= LEAST_TELLING_BYTES:
+            self._per_second = max(self._per_second or 0.0, num_bytes / seconds)
+
     def seconds(self, num_bytes: int) -> float:
         """What so many bytes are expected to take: nothing if they are few, or before any measurement."""
         known = self._per_second

@@ -20,8 +20,9 @@ LONGEST_PAUSE = 5.0
 YOUNG_SECONDS = 60.0
 """A process that ran for longer is restarted at once."""
 POLL_SECONDS = 0.02
-STOP_SECONDS = 12.0
-"""Between SIGTERM and SIGKILL: it has no requests any more, but may have cached blocks to write to its disk."""
+STOP_SECONDS, HUNG_SECONDS = 12.0, 4.0
+"""Between SIGTERM and SIGKILL: it has no requests any more, but may have cached blocks to write to its disk; and of one
+that does not answer."""
 
 logger = logging.getLogger("octavo.server")
 
@@ -69,7 +70,7 @@ class UpstreamProcess:
             return False
         if status is None:
             logger.error("the upstream did not answer for %.0f s and is restarted", silent_seconds)
-            await self.stop()
+            await self.stop(HUNG_SECONDS)
         else:
             logger.error("upstream_command ended with status %d and is restarted", status)
             self._signal(signal.SIGKILL)  # what it left behind would keep its port
@@ -84,10 +85,10 @@ class UpstreamProcess:
             logger.error("%s", error)
         return True
 
-    async def stop(self) -> None:
-        """End the process: SIGTERM, and SIGKILL after ``STOP_SECONDS``."""
+    async def stop(self, seconds: float = STOP_SECONDS) -> None:
+        """End the process: SIGTERM, and SIGKILL after so many seconds."""
         self._signal(signal.SIGTERM)
-        deadline = time.monotonic() + STOP_SECONDS
+        deadline = time.monotonic() + seconds
         while self._status() is None and time.monotonic() < deadline:
             await asyncio.sleep(POLL_SECONDS)
         self._signal(signal.SIGKILL)

@@ -26,6 +26,8 @@ MULTIPROCESSORS = 132
 """Among which few rows are divided, as an H100 has them: this affects the order of sums, so that it does not depend on
 the device that is there."""
 MAX_SPLITS = 8
+MOST_BYTES = 160 << 20
+"""Of sums of splits that go to several programs, which the plan of memory does not know."""
 RAMP, ENOUGH = 4, 1.1
 """Chunks of columns that a program could multiply while it starts and ends; and how much longer splits may take in
 turn."""
@@ -59,9 +61,9 @@ def invariant_tiles(T: int, num_outputs: int, K: int, dtype: torch.dtype, is_gat
         config, block_t = replace(config, block_n=64 if is_gated and splits > 1 else config.block_n), BLOCK_T
     tiles = triton.cdiv(num_outputs, config.block_n) * triton.cdiv(T, block_t)
     in_turn = triton.cdiv(tiles, at_once) * (chunks + RAMP * splits)
-    apart = _time_apart(tiles, chunks, splits, at_once)
-    # Sums of splits that go to several programs take memory, and are written and read: not for more tiles than run.
-    return InvariantTiles(config, block_t, splits > 1 and (tiles > at_once or in_turn <= ENOUGH * apart))
+    apart, sums = _time_apart(tiles, chunks, splits, at_once), tiles * splits * config.block_n * block_t
+    sum_bytes = 4 * (2 if is_gated else 1) * sums
+    return InvariantTiles(config, block_t, splits > 1 and (sum_bytes > MOST_BYTES or in_turn <= ENOUGH * apart))
 
 
 def _time_apart(tiles: int, chunks: int, splits: int, at_once: int) -> int:

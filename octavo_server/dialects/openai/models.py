@@ -37,7 +37,7 @@ async def list_models(request: Request) -> Response:
 async def retrieve_model(request: Request) -> Response:
     name = request.path_params["name"]
     services = server_of(request).of_model(name)
-    services.check_model(name)
+    services.check_model(name, must_be_served=True)
     return json_response(_anthropic_model(services, name) if _is_anthropic(request) else _model(services, name), {})
 
 

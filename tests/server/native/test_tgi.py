@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
+import httpx
 import pytest
 from huggingface_hub import InferenceClient
 
@@ -47,6 +48,7 @@ def test_chats_need_no_name_of_the_model(server: Served, client: InferenceClient
     assert "".join(part.choices[0].delta.content or "" for part in parts if part.choices) == ANSWER[:5]
     assert server.chat(model="tgi").json()["model"] == "test"
     assert server.chat(model="tgi2").status_code == 404
+    assert httpx.get(f"http://127.0.0.1:{server.port}/v1/models/tgi").status_code == 404
 
 
 def test_a_chat_names_a_function_without_a_type(server: Served, client: InferenceClient) -> None:
