@@ -96,5 +96,5 @@ def test_what_a_role_needs_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPat
             LLM(tmp_path, **settings)  # type: ignore[arg-type]
     make_checkpoint(tmp_path, "llama/gqa")
     monkeypatch.setitem(sys.modules, "nixl._api", None)
-    with pytest.raises(ConfigError, match="kv_connector: nixl needs the package nixl"):
+    with pytest.raises(ConfigError, match="kv_connector: nixl needs: pip install"):
         LLM(tmp_path, **SETTINGS, **KEY, role="decode", kv_connector="nixl")
