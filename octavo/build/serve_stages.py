@@ -17,7 +17,7 @@ from octavo.build.build_engine import rank_memory
 from octavo.cache.build_offload import content_fingerprint
 from octavo.config import EngineConfig, ModelSettings, to_flat
 from octavo.errors import ConfigError, OctavoError, RanksLost
-from octavo.runtime.ranks.node_link import NodeLink, NodeLost, Order, StartNode, join
+from octavo.runtime.ranks.node_link import START_LOOK_SECONDS, NodeLink, NodeLost, Order, StartNode, join
 from octavo.runtime.ranks.rank_group import RankGroup
 from octavo.runtime.ranks.rank_processes import RankProcesses
 from octavo.runtime.ranks.start_messages import (
@@ -78,7 +78,7 @@ def _compute(link: NodeLink, own: dict[str, object]) -> NoReturn:
     with contextlib.ExitStack() as ending:  # this closes the link, through which a failure is told before
         try:
             group = _loaded(link, own, ending)
-        except OctavoError as error:
+        except (OctavoError, OSError, MemoryError) as error:
             is_lost, problem = isinstance(error, RanksLost), str(error)
             with contextlib.suppress(RanksLost):
                 link.tell(NodeLost(problem, 1) if is_lost else RankFailed(type(error).__name__, problem))
@@ -113,7 +113,7 @@ def _loaded(link: NodeLink, own: dict[str, object], ending: contextlib.ExitStack
         link.close()
 
     link.tell(RankLoaded(group.least_free(sys.maxsize)))
-    group.settle(link.hear(RankSettled).limits)
+    group.settle(link.hear(RankSettled, START_LOOK_SECONDS, group.check).limits)
     group.wait()
     group.report_to(tell_first)
     link.tell(RankReady())

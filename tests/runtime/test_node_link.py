@@ -226,6 +226,35 @@ def test_a_rank_that_has_ended_is_told_with_its_status(ends: tuple[NodeLink, Nod
         first.hear(RankReady)
 
 
+def test_why_a_rank_has_ended_is_read_while_others_send() -> None:
+    """A send that fails, as the other end has closed, waits for what that said before."""
+    for pause in (0.0, 0.0005, 0.01):
+        for _ in range(5):
+            (first,), (other,) = connected(2)
+            found, is_over = losses(first), threading.Event()
+
+            def send(first: NodeLink = first, is_over: threading.Event = is_over, pause: float = pause) -> None:
+                with contextlib.suppress(RanksLost):
+                    while not is_over.wait(pause):
+                        first.tell(StageOutput((0, 1), bytes(2000)))
+
+            with ThreadPoolExecutor(1) as pool:
+                pool.submit(send)
+                other.tell(NodeLost("memory ran out", 1))
+                other.close()
+                assert found.get(timeout=30) == ("host 1: memory ran out", 1)
+                is_over.set()
+            first.close()
+
+
+def test_a_wait_for_another_host_sees_that_a_rank_of_its_own_has_ended(ends: tuple[NodeLink, NodeLink]) -> None:
+    def check() -> None:
+        raise RanksLost("rank 1 ended")
+
+    with pytest.raises(RanksLost, match="rank 1 ended"):
+        ends[0].hear(RankLoaded, 0.002, check)
+
+
 def test_a_host_that_says_nothing_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     """As one that a signal has stopped: its connections stay open."""
     monkeypatch.setattr(node_link, "SILENT_SECONDS", 0.2)

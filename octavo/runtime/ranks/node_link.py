@@ -123,7 +123,7 @@ class NodeLink:
         self._heard: queue.SimpleQueue[NodeMessage | None] = queue.SimpleQueue()
         """What is not a stage's output; at last ``None``."""
         self._problem = ""
-        self._is_closed = threading.Event()
+        self._is_closed, self._has_received = threading.Event(), threading.Event()
         out.wait_for(SILENT_SECONDS)
         into.wait_for(SILENT_SECONDS)
         for work in (self._receive, self._stay_alive):
@@ -139,13 +139,14 @@ class NodeLink:
             with self._sending:
                 self._out.tell(message)
         except ChannelError as error:
+            self._has_received.wait(ALIVE_SECONDS)  # the other end may have said why it closes
             self._lose(str(error), -signal.SIGKILL)
             raise RanksLost(f"host {self.node}: {self._problem or error}") from None
 
-    def hear(self, kind: type[Expected], look_seconds: float | None = None) -> Expected:
-        """Wait for the next message that is no stage's output, by default asleep until it comes. Raises ``RanksLost``,
-        or the error that the other end reports."""
-        message = self._next(look_seconds)
+    def hear(self, kind: type[Expected], look_seconds: float | None = None, check: Check = lambda: None) -> Expected:
+        """Wait for the next message that is no stage's output, by default asleep until it comes, else looking so often,
+        with ``check``, which may raise. Raises ``RanksLost``, or the error that the other end reports."""
+        message = self._next(look_seconds, check)
         if message is None:
             self._heard.put(None)
             raise RanksLost(f"host {self.node}: {self._problem or 'the link is closed'}")
@@ -155,10 +156,11 @@ class NodeLink:
             raise RanksLost(f"host {self.node}: a {type(message).__name__} came, not a {kind.__name__}")
         return message
 
-    def _next(self, look_seconds: float | None) -> NodeMessage | None:
+    def _next(self, look_seconds: float | None, check: Check) -> NodeMessage | None:
         while True:
             with contextlib.suppress(queue.Empty):
                 return self._heard.get(timeout=look_seconds)
+            check()
 
     def close(self) -> None:
         """End the connections, and the threads."""
@@ -183,6 +185,8 @@ class NodeLink:
                         self._heard.put(message)
         except (ChannelError, RanksLost) as error:
             self._lose(str(error), -signal.SIGKILL)
+        finally:
+            self._has_received.set()
 
     def _stay_alive(self) -> None:
         with contextlib.suppress(RanksLost):

@@ -95,7 +95,9 @@ class RankGroup:
         with self._start_explained():
             loaded = [hear(connection, RankLoaded).free for connection in self._watch.connections]
         own = min(free, *loaded, sys.maxsize) // self._num_sharing
-        return min(own, *(link.hear(RankLoaded, START_LOOK_SECONDS).free for link in self._nodes), sys.maxsize)
+        return min(
+            own, *(link.hear(RankLoaded, START_LOOK_SECONDS, self.check).free for link in self._nodes), sys.maxsize
+        )
 
     def settle(self, limits: Limits) -> None:
         """See ``Ranks``."""
@@ -111,7 +113,7 @@ class RankGroup:
             for connection in self._watch.connections:
                 hear(connection, RankReady)
         for link in self._nodes:
-            link.hear(RankReady, START_LOOK_SECONDS)
+            link.hear(RankReady, START_LOOK_SECONDS, self.check)
 
     def executor(self, own: Executor) -> RanksExecutor:
         """See ``Ranks``."""
