@@ -38,19 +38,24 @@ def _word(rng: random.Random) -> str:
     return "".join(rng.choices(string.ascii_lowercase, k=rng.randint(1, 3)))
 
 
-def measure(config: EngineConfig, python: Path, texts: int, rounds: int) -> dict[str, Any]:
-    """``compare`` with an interpreter that has sentence-transformers."""
+def measure(config: EngineConfig, python: Path, texts: int, rounds: int, batch: int = 32) -> dict[str, Any]:
+    """``compare`` with an interpreter that has sentence-transformers, on the same device and in the same data type.
+
+    It computes ``batch`` texts at a time, of like length.
+    """
     model, threads = resolve_model(config.model), default_num_threads()
     plain, values = to_flat(EngineConfig()), to_flat(config)
     given = {name: value for name, value in values.items() if value != plain[name] and name != "model"}
     script = str(SCRIPTS / "run_sentence_transformers.py")
-    peer = PeerProcess([str(python), script, str(model), str(threads)], {**os.environ, **OFFLINE})
+    llm = LLM(model, **given)
+    device, dtype = llm.info.device, llm.info.dtype
+    command = [str(python), script, str(model), str(threads), device, dtype, str(batch)]
+    peer = PeerProcess(command, {**os.environ, **OFFLINE})
     try:
-        llm = LLM(model, **given)
         row = compare(llm, peer, texts, rounds)
     finally:
         peer.close()
-    about = {"model": config.model.model, "dtype": llm.info.dtype, "quantization": config.model.quantization}
+    about = {"model": config.model.model, "device": device, "dtype": dtype, "quantization": config.model.quantization}
     return {**about, "threads": threads, "peer": peer.about, "rows": [row]}
 
 

@@ -89,6 +89,7 @@ def add_embeddings(kinds: Any) -> None:
     parser.add_argument("--python", type=Path, required=True, help="interpreter that has sentence-transformers")
     parser.add_argument("--texts", type=positive, default=256, help="of 1 to 168 short words")
     parser.add_argument("--rounds", type=positive, default=5, help="in turns; medians are reported")
+    parser.add_argument("--batch", type=positive, default=32, help="texts that sentence-transformers takes at a time")
 
 
 def add_first_minute(kinds: Any) -> None:
