@@ -16,7 +16,7 @@ from octavo.build.build_engine import build_engine
 from octavo.config import EngineConfig
 from octavo.engine.engine import Engine
 from octavo.engine.step_runner import StepRunner
-from octavo.models.adapters import HEAD, ModelAdapters
+from octavo.models.model_adapters import HEAD, ModelAdapters
 from octavo.runtime.executors.host_executor import HostExecutor
 from octavo.sampling_params import SamplingParams
 from octavo.types import Request

@@ -45,7 +45,7 @@ from octavo_server.generation import Generation, Prompt
 from octavo_server.http.errors import RETRY_AFTER_SECONDS
 from octavo_server.image_files import ImageFiles, Part, ReadFile
 from octavo_server.tenants.api_keys import Caller, has_share
-from octavo_server.tenants.places import Places
+from octavo_server.tenants.turn_queue import Places
 
 THREAD_BYTES = 1 << 10
 """Longer texts are tokenised in a thread: a millisecond each for many requests would stall every stream."""

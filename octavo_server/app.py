@@ -33,7 +33,7 @@ from octavo_server.dialects.native import completions, generate, infer, sagemake
 from octavo_server.dialects.ollama import endpoints as ollama
 from octavo_server.dialects.ollama import models as ollama_models
 from octavo_server.dialects.openai import (
-    adapters,
+    adapter_endpoints,
     chat,
     classification,
     derender,
@@ -53,10 +53,10 @@ from octavo_server.durable.journal import Journal
 from octavo_server.durable.store import Store
 from octavo_server.engines.engine_client import EngineClient, Monitored
 from octavo_server.front.takeover import Predecessor
-from octavo_server.http.body_decoder import BodyReceiver
 from octavo_server.http.endpoint import Endpoint, openapi_document
 from octavo_server.http.errors import ErrorForm, on_http_exception, on_request_error
 from octavo_server.http.middleware import AllowedHosts, AllowedOrigins, RequestMiddleware
+from octavo_server.http.request_body import BodyReceiver
 from octavo_server.http.sse import json_response
 from octavo_server.model_name import served_model_names
 from octavo_server.observe import probes
@@ -68,7 +68,20 @@ GROUP = "octavo.endpoints"
 """Entry points of other packages: each is a list of ``Endpoint``."""
 PARTS = (
     *(completions, chat, messages, responses, conversations, files, batches, durable, embeddings, scoring),
-    *(classification, tei, adapters, models, tokenize, render, derender, probes, live, explanations, sleep, weights),
+    *(
+        classification,
+        tei,
+        adapter_endpoints,
+        models,
+        tokenize,
+        render,
+        derender,
+        probes,
+        live,
+        explanations,
+        sleep,
+        weights,
+    ),
     *(token_ids, sessions, admin, generate, sglang, infer, tgi, sagemaker, ollama, ollama_models),
 )
 

@@ -30,7 +30,7 @@ from octavo.server_settings import ServerSettings
 from octavo.text.chat_messages import VIDEO_PARTS
 from octavo.text.conversation import ChatPrompt, ImageText
 from octavo.types import ImageInput
-from octavo_server.tenants.places import Places
+from octavo_server.tenants.turn_queue import Places
 
 MOST_PREPARED_BYTES = 48 << 20
 """Of the resized images of a request, which go to the engine process in one message."""

@@ -9,11 +9,11 @@ from starlette.requests import Request
 
 from octavo.errors import InvalidParameter
 from octavo.sampling_params import SamplingParams
-from octavo.text.vectors import Floats, cosine, late_interaction, result_of
+from octavo.text.embedding_vectors import Floats, cosine, late_interaction, result_of
 from octavo.types import Task
 from octavo_server.admission import ClientRequest, PromptSource, ShortenedText
 from octavo_server.generation import GeneratedChoice
-from octavo_server.http.body_decoder import BodyDecoder
+from octavo_server.http.request_body import BodyDecoder
 from octavo_server.http.sse import finished_choices
 from octavo_server.services import Body, ModelServices, server_of
 from octavo_server.tenants.api_keys import caller_of

@@ -16,18 +16,18 @@ import torch
 
 from octavo.cache.kv_cache import KVCache
 from octavo.config import EngineConfig, parse_lora_modules
-from octavo.engine.adapters import LoadedAdapters
+from octavo.engine.adapter_numbers import LoadedAdapters
 from octavo.engine.encoder_runner import EncoderRunner
 from octavo.engine.engine import Engine
 from octavo.engine.scheduler import Scheduler
 from octavo.errors import ConfigError
 from octavo.layers.lora import AdapterRows
 from octavo.model_info import PoolingInfo
-from octavo.models.adapters import ModelAdapters
 from octavo.models.encoder import EncoderConfig
 from octavo.models.encoders import load_encoder
 from octavo.models.labels import LabelPart
 from octavo.models.linear_parts import MapPart
+from octavo.models.model_adapters import ModelAdapters
 from octavo.models.pooling import Pooling, longest_text, read_pooling
 from octavo.ops import dispatch
 from octavo.plugins import CPU

@@ -33,7 +33,7 @@ from octavo.config import (
     parse_lora_modules,
     to_flat,
 )
-from octavo.engine.adapters import LoadedAdapters
+from octavo.engine.adapter_numbers import LoadedAdapters
 from octavo.engine.draft_choice import DraftChoice
 from octavo.engine.engine import Engine
 from octavo.engine.expert_balance import BalancedRunner
@@ -46,11 +46,11 @@ from octavo.engine.speculation import Speculation
 from octavo.engine.step_runner import BlockMessages, StepRunner, WeightMessages
 from octavo.engine.step_times import logged
 from octavo.errors import ConfigError
-from octavo.models.adapters import ModelAdapters, load_with_adapters
 from octavo.models.config import ModelConfig
 from octavo.models.config_checks import check_dummy, check_sizes, eos_token_ids
 from octavo.models.encoder import EncoderConfig
 from octavo.models.meta_model import outline
+from octavo.models.model_adapters import ModelAdapters, load_with_adapters
 from octavo.models.multimodal_text import overridden_config
 from octavo.models.pooling import Pooling, read_pooling
 from octavo.models.registry import LoadedModel, read_config

@@ -11,9 +11,9 @@ import torch
 from octavo.build.build_vision import Vision
 from octavo.build.device_settings import resolve_kv_dtype
 from octavo.config import EngineConfig, ModelSettings
-from octavo.models.adapters import ModelAdapters
 from octavo.models.config import ModelConfig
 from octavo.models.layer_cache import LayerCacheSpec, own_cache, rank_cache, with_routes
+from octavo.models.model_adapters import ModelAdapters
 from octavo.models.registry import CausalLM, LoadedModel
 from octavo.models.weight_updates import WeightUpdates
 from octavo.ops.collective import Collective, ContextRanks

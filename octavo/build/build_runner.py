@@ -18,9 +18,9 @@ from octavo.grammar.matchers import GrammarError
 from octavo.grammar.vocabulary import Vocabulary
 from octavo.ops.device_backend import is_gpu
 from octavo.runtime.kv_storage import KVStorage
+from octavo.steps.graph_shapes import GraphLimits, exact_shape
 from octavo.steps.limits import StepLimits
 from octavo.steps.messages import Executor
-from octavo.steps.shapes import GraphLimits, exact_shape
 from octavo.text.tokenizer import load_tokenizer
 
 

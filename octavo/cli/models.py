@@ -238,7 +238,7 @@ def _check_modules(config: EngineConfig, loaded: LoadedModel | LoadedEncoder) ->
     import torch
 
     from octavo.config import parse_lora_modules
-    from octavo.models.adapters import changes_of, check_merge
+    from octavo.models.model_adapters import changes_of, check_merge
     from octavo.models.registry import LoadedModel
     from octavo.quant.stored.stored_weight import WeightFormat
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from octavo.engine.step_costs import LEAST_SEEN, StepCosts
-from octavo.steps.shapes import NO_DRAFTER
+from octavo.steps.graph_shapes import NO_DRAFTER
 from octavo.types import Plan, Sampled
 
 TRIAL = 32

@@ -15,8 +15,7 @@ import numpy as np
 
 from octavo.engine.kernel_tuning import NO_TUNING, TuningPlan, tune_kernels
 from octavo.engine.step_runner import StepRunner
-from octavo.steps.messages import Compile, Reply
-from octavo.steps.shapes import (
+from octavo.steps.graph_shapes import (
     GraphLimits,
     PlanSizes,
     StepKind,
@@ -29,6 +28,7 @@ from octavo.steps.shapes import (
     next_shapes,
     padded_shape,
 )
+from octavo.steps.messages import Compile, Reply
 from octavo.system.background import start_thread, stop_if_ending
 
 logger = logging.getLogger(__name__)

@@ -6,7 +6,7 @@ Stop strings are not tokens; the detokenizer's side looks for them and aborts th
 from __future__ import annotations
 
 from octavo.cache.kv_cache import KVCache
-from octavo.steps.shapes import MAX_DRAFTS
+from octavo.steps.graph_shapes import MAX_DRAFTS
 from octavo.telemetry.events import EventLog
 from octavo.types import REPETITION, EngineStats, FinishReason, Output, Sampled, Scheduled, Sequence, StopReason
 

@@ -14,12 +14,12 @@ import msgspec
 
 from octavo.cache.kv_cache import KVCache
 from octavo.config import SchedulerSettings
-from octavo.engine.admission import SequenceAdmission
 from octavo.engine.fault_isolation import FaultIsolation, divided
 from octavo.engine.policies import make_policy
 from octavo.engine.policies.policy import VICTIMS, PolicyContext
 from octavo.engine.route_reading import RouteReading
 from octavo.engine.scheduled import apply_result, error_output, take
+from octavo.engine.sequence_admission import SequenceAdmission
 from octavo.engine.sequence_images import Images, ImageSettings
 from octavo.engine.speculation import NO_DRAFTS, Drafts, Speculation, num_proposed
 from octavo.engine.step_budget import StepBudget
@@ -60,7 +60,7 @@ class Scheduler(SequenceAdmission):
     5. A policy may preempt running sequences for waiting ones, and chooses which of several unfinished prompts is
        computed first; the first waiting sequence may be one of these.
     6. Of several unfinished prompts the first one is overtaken by shorter ones, the shortest first, if the policy
-       ``overtakes``: by at most a tenth of its own tokens (``admission.py``). So a short prompt does not wait
+       ``overtakes``: by at most a tenth of its own tokens (``sequence_admission``). So a short prompt does not wait
        for a long one, and a long one takes at most a tenth longer. The first and the shortest waiting sequence are
        among these, as long as both have a place and blocks.
     7. After a failed forward pass its sequences are retried in smaller groups, each alone: see ``FaultIsolation``.

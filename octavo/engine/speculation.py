@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from octavo.engine.draft_choice import DraftChoice
 from octavo.engine.proposer import NO_PROPOSAL, Proposal, Proposer
 from octavo.engine.step_budget import DraftRoom
-from octavo.steps.shapes import NO_DRAFTER
+from octavo.steps.graph_shapes import NO_DRAFTER
 from octavo.types import Plan, Sampled, Sequence, Status
 
 Drafts = Mapping[Sequence, tuple[int, ...]]

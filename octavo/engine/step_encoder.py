@@ -14,6 +14,7 @@ import numpy.typing as npt
 from octavo.engine.persistent_batch import BlockTables, Indices, Needs, PersistentBatch
 from octavo.engine.sequence_images import ImageSettings, span_rows
 from octavo.sampling_params import SamplingParams
+from octavo.steps.graph_shapes import LONG_SEQS, NO_DRAFTER, ChooseShape, PlanSizes, StepKind, StepShape
 from octavo.steps.layout import NO_INDEX, StepArrays, num_bytes
 from octavo.steps.messages import (
     NO_ADAPTER,
@@ -30,7 +31,6 @@ from octavo.steps.messages import (
     TokenLists,
 )
 from octavo.steps.reports import HEAD, as_rows
-from octavo.steps.shapes import LONG_SEQS, NO_DRAFTER, ChooseShape, PlanSizes, StepKind, StepShape
 from octavo.types import Masks, Plan, Sampled, Scheduled, Sequence, TokenLogprobs
 
 # ---- Masks of allowed tokens, from grammars, ``allowed_token_ids``, ``bad_words``, ``min_tokens``, logits

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from octavo.steps.shapes import NO_DRAFTER
+from octavo.steps.graph_shapes import NO_DRAFTER
 from octavo.types import Plan
 
 Array = npt.NDArray[np.float64]

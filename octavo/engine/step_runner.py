@@ -23,6 +23,7 @@ from octavo.engine.protocols import TensorReceiver
 from octavo.engine.sequence_images import encode_message
 from octavo.engine.step_encoder import NO_MASKS, StepEncoder
 from octavo.sampling_params import SamplingParams
+from octavo.steps.graph_shapes import StepShape
 from octavo.steps.messages import (
     Compile,
     CopySlots,
@@ -42,7 +43,6 @@ from octavo.steps.messages import (
     WriteBlock,
     WriteState,
 )
-from octavo.steps.shapes import StepShape
 from octavo.system.background import stop_if_ending
 from octavo.types import GroupBlocks, HeldState, Masks, Plan, Request, Sampled, Scheduled, Sequence
 

@@ -50,9 +50,9 @@ from octavo.llm.vllm_arguments import VLLMArguments, adapter_of, check_names, pr
 from octavo.sampling_params import SamplingParams
 from octavo.text.chat_template import load_chat_template
 from octavo.text.conversation import Conversation
+from octavo.text.embedding_vectors import Floats, check_dimensions, cosine, late_interaction, pairs_of, result_of
 from octavo.text.message_format import find_format
 from octavo.text.tokenizer import Tokenizer
-from octavo.text.vectors import Floats, check_dimensions, cosine, late_interaction, pairs_of, result_of
 from octavo.types import Task
 from octavo.weights.tensor_file import written
 

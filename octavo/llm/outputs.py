@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy.typing as npt
 
+from octavo.text.embedding_vectors import Floats
 from octavo.text.tokenizer import Tokenizer
-from octavo.text.vectors import Floats
 from octavo.types import FinishReason, TokenLogprobs
 
 

@@ -8,10 +8,10 @@ from pathlib import Path
 
 from octavo.config import ModelSettings, parse_lora_modules
 from octavo.errors import CheckpointError
-from octavo.models.adapters import merge
 from octavo.models.config import ModelConfig
 from octavo.models.in_place import overwrite
 from octavo.models.meta_model import outline
+from octavo.models.model_adapters import merge
 from octavo.models.registry import LoadedModel, load_model
 from octavo.ops.collective import SINGLE_RANK, Collective
 from octavo.quant.stored.stored_weight import WeightFormat

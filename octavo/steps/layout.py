@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from octavo.steps.shapes import StepShape
+from octavo.steps.graph_shapes import StepShape
 
 ALIGNMENT = 16
 WORD = 8

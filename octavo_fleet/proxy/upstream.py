@@ -21,7 +21,7 @@ from octavo_fleet.proxy.upstream_server import CHECK_SECONDS, CHECK_SECONDS_DOWN
 from octavo_fleet.routing.routers import PrefixAware
 from octavo_server.http.errors import RETRY_AFTER_SECONDS
 from octavo_server.tenants.api_keys import has_share
-from octavo_server.tenants.places import Places
+from octavo_server.tenants.turn_queue import Places
 
 MAX_NUM_SEQS = 1024
 """Requests that the upstream has at once, if ``max_num_seqs`` is not set."""

@@ -23,7 +23,7 @@ from octavo.errors import CANCELLATIONS, ConfigError
 from octavo.system.private_files import make_private_database, make_private_folder
 from octavo_server.http.errors import StorageFull, StorageUnavailable, Unreadable, printable
 from octavo_server.tenants.api_keys import share_of
-from octavo_server.tenants.places import Places
+from octavo_server.tenants.turn_queue import Places
 
 FILE_NAME = "octavo.sqlite3"
 MAX_BYTES = 1 << 30

@@ -27,7 +27,7 @@ from octavo_server.http.errors import ErrorForm, HTTPRefusal, UnexpectedError, e
 from octavo_server.http.server import IS_GONE, WRITE_PIECE
 from octavo_server.observe.tracing import TRACE_HEADERS
 from octavo_server.tenants.api_keys import CALLER, Caller, Keys
-from octavo_server.tenants.places import TurnQueue
+from octavo_server.tenants.turn_queue import TurnQueue
 
 PAUSE = 0.005
 """Seconds between two requests of an API key of which the last one was refused."""

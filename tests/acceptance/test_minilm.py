@@ -15,8 +15,8 @@ from transformers import AutoModel, AutoTokenizer
 from octavo.build.build_engine import build_engine
 from octavo.config import EngineConfig, cache_dir
 from octavo.sampling_params import SamplingParams
+from octavo.text.embedding_vectors import result_of
 from octavo.text.tokenizer import load_tokenizer
-from octavo.text.vectors import result_of
 from octavo.types import Request
 
 pytestmark = [pytest.mark.model, pytest.mark.slow]

@@ -14,7 +14,7 @@ from octavo.engine.scheduler import Scheduler
 from octavo.engine.speculation import Speculation
 from octavo.engine.step_costs import LEAST_SEEN, StepCosts
 from octavo.sampling_params import SamplingParams
-from octavo.steps.shapes import NO_DRAFTER
+from octavo.steps.graph_shapes import NO_DRAFTER
 from octavo.types import Plan, Sampled, Scheduled, Sequence, Status
 from tests.engine.making import make_engine, make_request
 from tests.oracle import expected_output

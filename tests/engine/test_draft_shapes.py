@@ -8,9 +8,7 @@ import pytest
 
 from octavo.engine.persistent_batch import PersistentBatch
 from octavo.engine.step_encoder import StepEncoder
-from octavo.steps.layout import num_bytes
-from octavo.steps.limits import StepLimits
-from octavo.steps.shapes import (
+from octavo.steps.graph_shapes import (
     GraphLimits,
     StepKind,
     StepShape,
@@ -19,6 +17,8 @@ from octavo.steps.shapes import (
     padded_shape,
     verification_shape,
 )
+from octavo.steps.layout import num_bytes
+from octavo.steps.limits import StepLimits
 from octavo.types import ON_DEVICE, GroupBlocks, Plan, Scheduled, Sequence
 from tests.engine.making import make_request
 from tests.tiers import nightly_after, one_in

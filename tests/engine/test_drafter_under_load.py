@@ -17,7 +17,7 @@ from octavo.engine.proposer import DeviceDrafts
 from octavo.engine.scheduler import Scheduler
 from octavo.engine.speculation import Speculation
 from octavo.sampling_params import SamplingParams
-from octavo.steps.shapes import NO_DRAFTER, StepKind, StepShape, padded_shape
+from octavo.steps.graph_shapes import NO_DRAFTER, StepKind, StepShape, padded_shape
 from octavo.types import Masks, Plan, Sampled
 from octavo_fleet.sim.clock import Clock
 from octavo_fleet.sim.closed_loops import WORKLOADS, ClosedLoopSpec

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from octavo import LLM, SamplingParams
 from octavo.runtime.executors.graphs import Graphs
-from octavo.steps.shapes import LONG_CONTEXT, StepShape
+from octavo.steps.graph_shapes import LONG_CONTEXT, StepShape
 from octavo_bench.offline import wait_until_prepared
 from tests.gpu.checkpoints import write_checkpoint
 from tests.models.families import VOCAB_SIZE, make_checkpoint

@@ -26,7 +26,7 @@ from octavo.build import build_engine as build
 from octavo.engine import scheduler
 from octavo.errors import CheckpointError, ConfigError
 from octavo.layers.stacked_lora import StackedRows
-from octavo.models import adapters
+from octavo.models import model_adapters
 from octavo.models.drafters.dflash import DFlashModel
 from octavo.ops import dispatch
 from octavo.ops.dispatch import REFERENCE
@@ -302,7 +302,7 @@ def test_a_drafter_does_without_the_adapter_of_a_request(
     drafting = {"method": "draft_model", "model": str(model), "num_speculative_tokens": 3, "adaptive": False}
     names, found = (None, "own", None, "own"), []
     if is_ahead:
-        monkeypatch.setattr(adapters, "AdapterRows", lambda: StackedRows(max_adapters=2, max_rank=8))
+        monkeypatch.setattr(model_adapters, "AdapterRows", lambda: StackedRows(max_adapters=2, max_rank=8))
         monkeypatch.setattr(build, "DEPTH", {"cpu": 2})
         monkeypatch.setattr(build, "make_executor", stream_executor)
     with dispatch.only(REFERENCE) if is_ahead else contextlib.nullcontext():

@@ -17,7 +17,7 @@ from octavo.cli import main
 from octavo.config import EngineConfig
 from octavo.engine.engine import Engine
 from octavo.errors import CheckpointError, ConfigError, ModelNotFound
-from octavo.models import adapters
+from octavo.models import model_adapters
 from octavo.sampling_params import SamplingParams
 from octavo.types import Output, Request
 from tests.engine.making import serve
@@ -137,7 +137,7 @@ def test_a_merge_into_packed_weights_is_refused_before_they_are_loaded(
     capsys.readouterr()
     assert main(["models", *flags]) == 2
     assert "cannot be merged into quantised weights" in capsys.readouterr().err
-    monkeypatch.setattr(adapters, "load_model", lambda *_, **__: pytest.fail("the model's weights were loaded"))
+    monkeypatch.setattr(model_adapters, "load_model", lambda *_, **__: pytest.fail("the model's weights were loaded"))
     with pytest.raises(CheckpointError, match="a: cannot be merged into quantised weights; use enable_lora"):
         build_engine(EngineConfig.from_flat(settings))
 

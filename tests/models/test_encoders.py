@@ -24,7 +24,7 @@ from octavo.errors import CheckpointError, ConfigError
 from octavo.models.encoders import BIDIRECTIONAL, ENCODERS
 from octavo.models.registry import read_config
 from octavo.sampling_params import SamplingParams
-from octavo.text.vectors import result_of
+from octavo.text.embedding_vectors import result_of
 from octavo.types import EngineInfo, Request, Task
 from tests.models.adapter_files import make_adapter
 from tests.models.encoder_families import (

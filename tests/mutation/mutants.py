@@ -16,7 +16,7 @@ class Mutant(NamedTuple):
 
 
 SCHEDULER = "engine/scheduler.py"
-ADMISSION = "engine/admission.py"
+ADMISSION = "engine/sequence_admission.py"
 POLICIES = "engine/policies/"
 
 MUTANTS = [
@@ -61,7 +61,7 @@ MUTANTS = [
     Mutant("engine/fault_isolation.py", "if is_trial and self._tried.failed_alone:", "if is_trial:"),
     # Prefill priority, and drafts.
     Mutant(
-        "engine/admission.py",
+        "engine/sequence_admission.py",
         "if self.promised or not (waiting and self.can_admit) or waiting.is_closed(self.running):",
         "if not waiting:",
     ),

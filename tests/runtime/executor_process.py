@@ -14,8 +14,8 @@ import torch
 
 from octavo.layers.lora import AdapterRows
 from octavo.layers.stacked_lora import StackedRows
-from octavo.models.adapters import ModelAdapters, make_stacks
 from octavo.models.layer_cache import kv_groups
+from octavo.models.model_adapters import ModelAdapters, make_stacks
 from octavo.models.registry import load_model, read_config
 from octavo.ops import dispatch
 from octavo.ops.dispatch import REFERENCE

@@ -10,14 +10,14 @@ from octavo.engine.graph_dispatcher import GraphDispatcher
 from octavo.engine.persistent_batch import PersistentBatch
 from octavo.engine.step_encoder import StepEncoder
 from octavo.engine.step_runner import StepRunner
-from octavo.models.adapters import ModelAdapters
+from octavo.models.model_adapters import ModelAdapters
 from octavo.runtime.executors.host_executor import HostExecutor
 from octavo.runtime.executors.step_program import Forward
 from octavo.runtime.executors.stream_executor import StreamExecutor
 from octavo.runtime.kv_storage import KVStorage
+from octavo.steps.graph_shapes import ChooseShape, GraphLimits, exact_shape
 from octavo.steps.limits import StepLimits
 from octavo.steps.messages import Executor
-from octavo.steps.shapes import ChooseShape, GraphLimits, exact_shape
 
 CPU = torch.device("cpu")
 

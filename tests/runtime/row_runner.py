@@ -13,8 +13,8 @@ from octavo.engine.persistent_batch import PersistentBatch
 from octavo.engine.step_encoder import StepEncoder
 from octavo.engine.step_runner import StepRunner
 from octavo.runtime.executors.host_executor import HostExecutor
+from octavo.steps.graph_shapes import exact_shape
 from octavo.steps.limits import StepLimits
-from octavo.steps.shapes import exact_shape
 from octavo.types import Request, Scheduled, Sequence
 from tests.ops.row_sampler import Choice, Row
 from tests.runtime.making import CPU

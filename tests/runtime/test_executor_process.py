@@ -15,7 +15,7 @@ import torch
 
 from octavo.cache.group_cache import GroupSize
 from octavo.cache.kv_cache import KVCache
-from octavo.engine.adapters import LoadedAdapters
+from octavo.engine.adapter_numbers import LoadedAdapters
 from octavo.engine.engine import Engine
 from octavo.engine.graph_dispatcher import GraphDispatcher
 from octavo.engine.scheduler import Scheduler
@@ -25,8 +25,8 @@ from octavo.models.registry import read_config
 from octavo.ops import dispatch
 from octavo.ops.dispatch import REFERENCE
 from octavo.sampling_params import SamplingParams
+from octavo.steps.graph_shapes import GraphLimits, exact_shape
 from octavo.steps.messages import CopySlots, LoadAdapter, Message, Reply, Step, pack
-from octavo.steps.shapes import GraphLimits, exact_shape
 from octavo.types import Request
 from tests.models.adapter_files import make_adapter
 from tests.models.checkpoints import FolderSource

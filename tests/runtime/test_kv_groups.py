@@ -29,10 +29,10 @@ from octavo.runtime.executors.step_views import StepBuffers, view_host_step, vie
 from octavo.runtime.group_memory import EVEN_SHARES, GroupMemory
 from octavo.runtime.kv_storage import KVStorage
 from octavo.sampling_params import SamplingParams
+from octavo.steps.graph_shapes import StepShape
 from octavo.steps.layout import StepArrays, num_bytes
 from octavo.steps.limits import StepLimits
 from octavo.steps.messages import Step
-from octavo.steps.shapes import StepShape
 from octavo.types import Request
 from tests.ops.cpu_cases import needs_float_kernels
 from tests.runtime.making import CPU, host_runner, stream_runner

@@ -23,7 +23,7 @@ from octavo.config import EngineConfig
 from octavo.errors import CheckpointError, ConfigError
 from octavo.models.registry import ARCHITECTURES
 from octavo.sampling_params import SamplingParams
-from octavo.text.vectors import result_of
+from octavo.text.embedding_vectors import result_of
 from octavo.types import Output, Request, Task
 from tests.models.encoder_families import word_tokenizer
 from tests.models.families import ROWS, VOCAB_SIZE, make_checkpoint

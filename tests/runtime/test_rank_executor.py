@@ -13,6 +13,7 @@ from octavo.ops.collective import Collective
 from octavo.ops.device_backend import RankMemory
 from octavo.runtime.ranks.rank_executor import Follower, RankExecutor
 from octavo.runtime.replies import Done, FailedReply
+from octavo.steps.graph_shapes import StepShape
 from octavo.steps.messages import (
     Compile,
     LoadAdapter,
@@ -24,7 +25,6 @@ from octavo.steps.messages import (
     UnloadAdapter,
     WriteBlock,
 )
-from octavo.steps.shapes import StepShape
 from tests.runtime.thread_ranks import make_ranks
 
 STEP = Step(StepShape(1, 1, 1), False, 1, 1, bytearray())

@@ -17,7 +17,7 @@ from octavo.cache.group_cache import GroupSize
 from octavo.cache.kv_cache import KVCache
 from octavo.config import ModelSettings
 from octavo.engine import expert_balance
-from octavo.engine.adapters import LoadedAdapters
+from octavo.engine.adapter_numbers import LoadedAdapters
 from octavo.engine.engine import Engine
 from octavo.engine.expert_balance import BalancedRunner
 from octavo.engine.graph_dispatcher import GraphDispatcher
@@ -26,8 +26,8 @@ from octavo.engine.step_runner import BlockMessages
 from octavo.errors import ConfigError, RanksLost
 from octavo.layers.lora import AdapterRows
 from octavo.layers.stacked_lora import StackedRows
-from octavo.models.adapters import ModelAdapters, make_stacks
 from octavo.models.layer_cache import kv_groups, own_cache, rank_cache
+from octavo.models.model_adapters import ModelAdapters, make_stacks
 from octavo.models.parts import DecoderConfig
 from octavo.models.registry import load_model, read_config
 from octavo.ops.cache_rows import INT4
@@ -43,9 +43,9 @@ from octavo.runtime.ranks.ranks import check_divides
 from octavo.runtime.ranks.stage_link import StageLink
 from octavo.runtime.sharded_logits import part_of_vocabulary
 from octavo.sampling_params import SamplingParams
+from octavo.steps.graph_shapes import GraphLimits, exact_shape
 from octavo.steps.limits import StateSize, StepLimits
 from octavo.steps.messages import Executor
-from octavo.steps.shapes import GraphLimits, exact_shape
 from octavo.types import Output, Request, Sequence
 from octavo.weights.checkpoint import open_checkpoint
 from octavo_kernels.cpu.rank_memory import MappedRankMemory

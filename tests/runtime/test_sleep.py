@@ -14,10 +14,10 @@ from octavo.engine.graph_dispatcher import GraphDispatcher
 from octavo.errors import RunnerError
 from octavo.ops import dispatch
 from octavo.ops.dispatch import REFERENCE
-from octavo.runtime.executors import sleeping_memory
-from octavo.runtime.executors.sleeping_memory import SleepingMemory, device_tensors
+from octavo.runtime import sleeping_memory
+from octavo.runtime.sleeping_memory import SleepingMemory, device_tensors
+from octavo.steps.graph_shapes import GraphLimits, StepShape, first_shapes, graph_shapes
 from octavo.steps.messages import Compile, Step
-from octavo.steps.shapes import GraphLimits, StepShape, first_shapes, graph_shapes
 from octavo_bench.offline import wait_until_prepared
 from tests.runtime.making import CPU
 from tests.runtime.test_model_runner import Loaded, requests, run, tokens_of

@@ -13,13 +13,13 @@ import pytest
 import torch
 
 from octavo.cache.kv_cache import KVCache
-from octavo.engine.adapters import LoadedAdapters
+from octavo.engine.adapter_numbers import LoadedAdapters
 from octavo.engine.engine import Engine
 from octavo.engine.scheduler import Scheduler
 from octavo.errors import CheckpointError
 from octavo.layers.stacked_lora import StackedRows
-from octavo.models.adapters import ModelAdapters, make_stacks
 from octavo.models.layer_cache import kv_groups
+from octavo.models.model_adapters import ModelAdapters, make_stacks
 from octavo.models.registry import load_model, read_config
 from octavo.ops import dispatch
 from octavo.ops.dispatch import REFERENCE

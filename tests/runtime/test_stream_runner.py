@@ -33,8 +33,7 @@ from octavo.ops.dispatch import REFERENCE
 from octavo.runtime.executors.device_program import with_distinct_layers
 from octavo.runtime.kv_storage import KVStorage
 from octavo.sampling_params import SamplingParams
-from octavo.steps.limits import StepLimits
-from octavo.steps.shapes import (
+from octavo.steps.graph_shapes import (
     LONG_CONTEXT,
     LONG_SEQS,
     MANY_SEQS,
@@ -53,6 +52,7 @@ from octavo.steps.shapes import (
     padded_shape,
     verification_shape,
 )
+from octavo.steps.limits import StepLimits
 from octavo.types import Output, Request, Scheduled, Sequence, Status
 from octavo_bench.offline import wait_until_prepared
 from octavo_fleet.sim.clock import Clock

@@ -17,9 +17,9 @@ from typing import Any
 import httpx
 import pytest
 
-from octavo_server.http import body_decoder
-from octavo_server.http.body_decoder import PIECE_BYTES, BodyDecoder, measure
+from octavo_server.http import request_body
 from octavo_server.http.connection import ByteBudget, Share
+from octavo_server.http.request_body import PIECE_BYTES, BodyDecoder, measure
 from tests.server.conftest import Served
 from tests.server.in_process import MAX_MODEL_LEN
 from tests.server.raw import request_bytes
@@ -110,7 +110,7 @@ def many(what: bytes, count: int, field: bytes = b"zzz") -> bytes:
 def test_more_than_any_request_needs_is_refused_before_it_is_built(
     served: Served, body: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("octavo_server.http.body_decoder._split", None)
+    monkeypatch.setattr("octavo_server.http.request_body._split", None)
     assert error(post(served, body)) == (413, "request_too_large")
 
 
@@ -174,7 +174,7 @@ def anything(rng: random.Random, level: int = 0) -> Any:
 @pytest.mark.parametrize("seed", range(40))
 def test_sizes_are_those_of_what_is_built(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     rng = random.Random(seed)
-    monkeypatch.setattr("octavo_server.http.body_decoder.PIECE_BYTES", rng.choice([1, 2, 3, 7, 64]))
+    monkeypatch.setattr("octavo_server.http.request_body.PIECE_BYTES", rng.choice([1, 2, 3, 7, 64]))
     value = [anything(rng) for _ in range(8)]
     text = json.dumps(value, ensure_ascii=rng.random() < 0.5).encode()
     num_containers, depth = reference(value)
@@ -220,9 +220,9 @@ def test_bodies_pause_only_when_there_are_many(monkeypatch: pytest.MonkeyPatch) 
             await pace.after(num_bytes, "someone")
         return pauses - before
 
-    monkeypatch.setattr(body_decoder, "time", SimpleNamespace(monotonic=lambda: now))
-    monkeypatch.setattr(body_decoder, "asyncio", SimpleNamespace(sleep=sleep))
-    pace = body_decoder.Pace()
+    monkeypatch.setattr(request_body, "time", SimpleNamespace(monotonic=lambda: now))
+    monkeypatch.setattr(request_body, "asyncio", SimpleNamespace(sleep=sleep))
+    pace = request_body.Pace()
     assert asyncio.run(arrive(256 << 10, 128)) == 0, "32 MiB at once"
     assert asyncio.run(arrive(256 << 10, 8)) == 8
     now += 0.5
@@ -234,7 +234,7 @@ def test_bodies_pause_only_when_there_are_many(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_unfinished_bodies_together(serve_app: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(body_decoder, "SPARE_BYTES", 0)
+    monkeypatch.setattr(request_body, "SPARE_BYTES", 0)
     served = serve_app(max_request_bytes=MiB)
     head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     small = socket.create_connection(("127.0.0.1", served.port), timeout=10)

@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 from octavo.errors import RequestFailed
-from octavo_server.http import body_decoder
+from octavo_server.http import request_body
 from tests.server.conftest import Served, execute, fill
 from tests.server.in_process import InProcessEngine
 
@@ -117,7 +117,7 @@ def test_the_answer_is_what_the_table_says(row: Row, serve_app: Any, monkeypatch
     settings, ask = ASKS[row.code]
     served = serve_app(ENGINES.get(row.code, InProcessEngine)(), **settings)
     if row.code == "request_timeout":
-        monkeypatch.setattr(body_decoder, "BODY_SECONDS", 0.1)
+        monkeypatch.setattr(request_body, "BODY_SECONDS", 0.1)
     if row.code == "internal_error":
         monkeypatch.setattr(served.engine, "next_id", boom)
     if row.code == "storage_full":

@@ -26,12 +26,12 @@ from octavo_server.app import create_app
 from octavo_server.dialects.batches import batches, runner
 from octavo_server.dialects.responses import conversations
 from octavo_server.durable import background_jobs, journal, store
-from octavo_server.http import body_decoder, middleware
+from octavo_server.http import middleware, request_body
 from octavo_server.http import server as http
 from octavo_server.http.connection import ByteBudget
 from octavo_server.observe import timelines
 from octavo_server.tenants.api_keys import LEAST_SHARE, Caller, has_share
-from octavo_server.tenants.places import Places, TurnQueue
+from octavo_server.tenants.turn_queue import Places, TurnQueue
 from tests.server.conftest import Served
 from tests.server.in_process import InProcessEngine
 from tests.server.test_keys import bearer, key_file, line
@@ -309,9 +309,9 @@ BOUNDS: dict[str, str] = {
     "lines of a batch": f"{runner.MAX_LINES:,}",
     "batches worked on at a time": "",
     "lines of batches at a time": "half of `--max-num-seqs`",
-    "bodies that arrive, in memory": f"`--max-request-bytes` and {body_decoder.SPARE_BYTES // MIB} MiB",
-    "files that arrive, on disk": f"{body_decoder.MAX_SPOOLED_BYTES // MIB} MiB",
-    f"bodies of over {body_decoder.SMALL_BYTES >> 10} KiB decoded at a time": "one",
+    "bodies that arrive, in memory": f"`--max-request-bytes` and {request_body.SPARE_BYTES // MIB} MiB",
+    "files that arrive, on disk": f"{request_body.MAX_SPOOLED_BYTES // MIB} MiB",
+    f"bodies of over {request_body.SMALL_BYTES >> 10} KiB decoded at a time": "one",
     "texts tokenised and templates rendered at a time": "half of the cores, and one",
     "grammars tested at a time": f"{compiler.MAX_PROCESSES}, each for {compiler.MAX_SECONDS:g} s at most",
     "grammars that wait": "",

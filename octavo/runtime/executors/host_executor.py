@@ -18,8 +18,8 @@ from torch import Tensor
 from octavo import ops
 from octavo.errors import CANCELLATIONS, CheckpointError, RanksLost, RunnerError, WorkerLost
 from octavo.layers.attention import rank_rows
-from octavo.models.adapters import ModelAdapters
 from octavo.models.in_place import checksums
+from octavo.models.model_adapters import ModelAdapters
 from octavo.models.pooling import Pooling
 from octavo.models.registry import CausalLM
 from octavo.models.weight_updates import WeightUpdates

@@ -26,8 +26,8 @@ from octavo.runtime.executors.routed_experts import RoutedExperts
 from octavo.runtime.executors.sampling_state import SamplingState
 from octavo.runtime.executors.step_views import StepTensors
 from octavo.runtime.sharded_logits import WHOLE, ShardedVocabulary
+from octavo.steps.graph_shapes import StepShape
 from octavo.steps.messages import PromptRows, Step, StepResult
-from octavo.steps.shapes import StepShape
 
 Forward = Callable[[Tensor, Tensor, PagedRows], Tensor]
 """The last layer's output for token ids [T] at positions [T], valid until the next call: [T, D], or [R, D] if the rows

@@ -16,9 +16,9 @@ from torch import Tensor
 from octavo.ops.attention import GroupRows, PagedRows, SingleRows
 from octavo.ops.sampling import SampleParams
 from octavo.ops.stepping import StagedRows
+from octavo.steps.graph_shapes import StepShape
 from octavo.steps.layout import layout
 from octavo.steps.messages import Step
-from octavo.steps.shapes import StepShape
 
 MOST_BUFFERS = 16
 TYPES: dict[str, torch.dtype] = {"int64": torch.int64, "int32": torch.int32, "float32": torch.float32}

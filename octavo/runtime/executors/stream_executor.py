@@ -22,7 +22,7 @@ import torch
 
 from octavo.errors import CANCELLATIONS, RunnerError
 from octavo.layers.stacked_lora import StackedRows
-from octavo.models.adapters import ModelAdapters
+from octavo.models.model_adapters import ModelAdapters
 from octavo.models.registry import CausalLM
 from octavo.models.weight_updates import WeightUpdates
 from octavo.ops.device_backend import backend_of, is_gpu
@@ -35,12 +35,12 @@ from octavo.runtime.executors.expert_moves import ExpertMoves
 from octavo.runtime.executors.graphs import Graphs
 from octavo.runtime.executors.host_executor import LAST_TOKEN, change_adapters, load_weights, read_checksums
 from octavo.runtime.executors.pooler import ChunkPooler, Pooler
-from octavo.runtime.executors.sleeping_memory import SleepingMemory
 from octavo.runtime.executors.step_program import RowReader
 from octavo.runtime.executors.step_views import batch_indices
 from octavo.runtime.kv_storage import KVStorage
 from octavo.runtime.replies import Done, FailedReply
 from octavo.runtime.sharded_logits import WHOLE, ShardedVocabulary
+from octavo.runtime.sleeping_memory import SleepingMemory
 from octavo.steps.limits import StepLimits
 from octavo.steps.messages import (
     CacheCopy,

@@ -17,8 +17,8 @@ from octavo_server.dialects.chat_reply import FieldNames, Translated
 from octavo_server.dialects.history import LeftOut
 from octavo_server.dialects.openai.chat import IGNORED_IN_CHAT, ChatBody, effort, refused_elsewhere
 from octavo_server.dialects.openai.fields import sampling
-from octavo_server.http.body_decoder import BodyDecoder
 from octavo_server.http.errors import UnsupportedParameter, printable
+from octavo_server.http.request_body import BodyDecoder
 from octavo_server.services import ModelServices
 
 ACCEPTED = frozenset({"service_tier", "cache_control", "anthropic_version", "anthropic_beta", "betas"})

@@ -12,8 +12,8 @@ from octavo_server.dialects.openai.completions import CompletionBody, client_req
 from octavo_server.dialects.openai.fields import sampling
 from octavo_server.dialects.openai.rendering import usage
 from octavo_server.generation import GeneratedChoice
-from octavo_server.http.body_decoder import BodyDecoder, MalformedJSON
 from octavo_server.http.errors import UnknownParameter
+from octavo_server.http.request_body import BodyDecoder, MalformedJSON
 from octavo_server.http.sse import EventStream, encode_line
 from octavo_server.pipeline import Answer, Dialect, Submission
 from octavo_server.services import ModelServices

@@ -13,9 +13,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from octavo_server.dialects.openai import chat, completions, embeddings
-from octavo_server.http.body_decoder import BodyDecoder
 from octavo_server.http.endpoint import Endpoint
 from octavo_server.http.errors import MissingParameter
+from octavo_server.http.request_body import BodyDecoder
 from octavo_server.services import server_of
 
 KINDS: dict[str, tuple[BodyDecoder[Any], Callable[[Request], Awaitable[Response]]]] = {

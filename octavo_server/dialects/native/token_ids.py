@@ -35,9 +35,9 @@ from octavo_server.dialects.openai.completions import decoder as completion_deco
 from octavo_server.dialects.openai.fields import NO_LIMIT, default_max_tokens, has_idle_transfer
 from octavo_server.dialects.openai.rendering import TokenNames, chat_logprobs, finite, prompt_logprobs, usage
 from octavo_server.generation import ChoiceUpdate, GeneratedChoice, Generation
-from octavo_server.http.body_decoder import BodyDecoder
 from octavo_server.http.endpoint import Endpoint
 from octavo_server.http.errors import UnsupportedParameter
+from octavo_server.http.request_body import BodyDecoder
 from octavo_server.http.sse import encode_line, json_response
 from octavo_server.pipeline import Answer, Dialect, Submission
 from octavo_server.services import ModelServices, server_of

@@ -11,12 +11,12 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from octavo.text.vectors import check_dimensions
+from octavo.text.embedding_vectors import check_dimensions
 from octavo_server.dialects.ollama.answer import ERRORS, LineStream
 from octavo_server.dialects.ollama.body import ACCEPTED, served_name
 from octavo_server.dialects.openai.completions import prompts_of
-from octavo_server.http.body_decoder import BodyDecoder
 from octavo_server.http.endpoint import Endpoint
+from octavo_server.http.request_body import BodyDecoder
 from octavo_server.http.sse import encode, json_response
 from octavo_server.pooling import PoolingCall, num_tokens, numbers, read
 from octavo_server.services import ModelServices, server_of

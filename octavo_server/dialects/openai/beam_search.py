@@ -16,8 +16,8 @@ from octavo.sampling_params import DEFAULTS
 from octavo_server.admission import Admission, ClientRequest
 from octavo_server.dialects.openai.fields import GenerationFields
 from octavo_server.generation import GeneratedChoice, Prompt
-from octavo_server.http.body_decoder import GATHERED
 from octavo_server.http.errors import UnsupportedParameter
+from octavo_server.http.request_body import GATHERED
 from octavo_server.http.sse import finished_choices
 from octavo_server.tenants.api_keys import Account
 

@@ -53,8 +53,8 @@ from octavo_server.dialects.openai.rendering import (
     usage,
 )
 from octavo_server.generation import ChoiceUpdate, GeneratedChoice, Generation
-from octavo_server.http.body_decoder import GATHERED, BodyDecoder
 from octavo_server.http.errors import UnsupportedParameter
+from octavo_server.http.request_body import GATHERED, BodyDecoder
 from octavo_server.http.sse import encode, encode_line
 from octavo_server.pipeline import Dialect, Submission
 from octavo_server.services import ModelServices

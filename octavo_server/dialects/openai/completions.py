@@ -42,7 +42,7 @@ from octavo_server.dialects.openai.rendering import (
     usage,
 )
 from octavo_server.generation import ChoiceUpdate, GeneratedChoice, Generation
-from octavo_server.http.body_decoder import BodyDecoder
+from octavo_server.http.request_body import BodyDecoder
 from octavo_server.http.sse import encode, encode_line, json_response
 from octavo_server.pipeline import Dialect, Submission
 from octavo_server.services import ModelServices

@@ -24,8 +24,8 @@ from octavo.grammar import forms
 from octavo.grammar.forms import FormError, GrammarSource
 from octavo.text.message_format import MessageConstraints, Tool
 from octavo_server.dialects.openai.fields import GenerationFields
-from octavo_server.http.body_decoder import ASKS_NOTHING, exact_float
 from octavo_server.http.errors import UnsupportedParameter, printable
+from octavo_server.http.request_body import ASKS_NOTHING, exact_float
 
 MAX_TOOLS = 256
 NO_ARGUMENTS = ("array", "boolean", "integer", "null", "number", "string")

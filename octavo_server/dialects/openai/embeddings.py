@@ -15,13 +15,13 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from octavo.text.vectors import Floats, check_dimensions
+from octavo.text.embedding_vectors import Floats, check_dimensions
 from octavo.types import Task
 from octavo_server.dialects.openai.completions import prompts_of
 from octavo_server.dialects.openai.fields import ACCEPTED, check_labels
 from octavo_server.generation import GeneratedChoice
-from octavo_server.http.body_decoder import BodyDecoder
 from octavo_server.http.endpoint import Endpoint
+from octavo_server.http.request_body import BodyDecoder
 from octavo_server.http.sse import json_response
 from octavo_server.pooling import PoolingCall, num_tokens, numbers, read, shortening
 from octavo_server.services import ModelServices

@@ -14,12 +14,12 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from octavo.errors import InvalidParameter
-from octavo.text.vectors import pairs_of
+from octavo.text.embedding_vectors import pairs_of
 from octavo_server.dialects.openai.embeddings import TextFields
 from octavo_server.dialects.openai.fields import ACCEPTED
 from octavo_server.dialects.openai.rendering import Identity
-from octavo_server.http.body_decoder import BodyDecoder
 from octavo_server.http.endpoint import Endpoint
+from octavo_server.http.request_body import BodyDecoder
 from octavo_server.http.sse import json_response
 from octavo_server.pooling import read
 from octavo_server.services import ModelServices

@@ -15,9 +15,9 @@ from octavo_server.dialects.batches.files import file_reader
 from octavo_server.dialects.openai.chat import conversation, passed_over
 from octavo_server.dialects.openai.constraints import tool_use
 from octavo_server.dialects.openai.fields import ACCEPTED
-from octavo_server.http.body_decoder import BodyDecoder
 from octavo_server.http.endpoint import Endpoint
 from octavo_server.http.errors import MissingParameter
+from octavo_server.http.request_body import BodyDecoder
 from octavo_server.http.sse import json_response
 from octavo_server.services import ModelServices, asked_services_of, server_of
 from octavo_server.tenants.api_keys import caller_of

@@ -14,8 +14,8 @@ from octavo_server.dialects.openai.chat import IGNORED_IN_CHAT, ChatBody, effort
 from octavo_server.dialects.openai.fields import check_max_tokens, sampling
 from octavo_server.dialects.responses.items import ItemMessages
 from octavo_server.dialects.responses.tools import Item, chat_choice, offered_tools
-from octavo_server.http.body_decoder import BodyDecoder
 from octavo_server.http.errors import UnsupportedParameter
+from octavo_server.http.request_body import BodyDecoder
 from octavo_server.services import ModelServices
 
 PATH = "/v1/responses"

@@ -22,7 +22,7 @@ from octavo_server.dialects.responses.tools import Item, with_added
 from octavo_server.durable.background_jobs import RETRY_SECONDS
 from octavo_server.http.endpoint import Endpoint
 from octavo_server.http.errors import UnsupportedParameter, printable
-from octavo_server.http.pages import page_of_items
+from octavo_server.http.paging import page_of_items
 from octavo_server.http.sse import json_response
 from octavo_server.pipeline import Dialect, Submission
 from octavo_server.services import ModelServices, ServerServices, server_of

@@ -15,15 +15,15 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from octavo.errors import InvalidParameter
-from octavo.text.vectors import check_dimensions, pairs_of
+from octavo.text.embedding_vectors import check_dimensions, pairs_of
 from octavo.types import Task
 from octavo_server.admission import PromptSource
 from octavo_server.dialects.openai.completions import prompts_of
 from octavo_server.dialects.openai.scoring import Document, RerankBody, rerank_documents
 from octavo_server.generation import GeneratedChoice
-from octavo_server.http.body_decoder import BodyDecoder
 from octavo_server.http.endpoint import Endpoint
 from octavo_server.http.errors import UnsupportedParameter, typed_errors
+from octavo_server.http.request_body import BodyDecoder
 from octavo_server.http.sse import json_response
 from octavo_server.observe.probes import version
 from octavo_server.pooling import MAX_TEXTS, WHOLE_CONTEXT, PoolingCall, numbers, read, shortening

@@ -16,7 +16,7 @@ from octavo.types import Request
 from octavo_server.dialects.anthropic import body as anthropic
 from octavo_server.dialects.openai import chat, completions, tokenize
 from octavo_server.dialects.responses import body as responses
-from octavo_server.http.body_decoder import BodyDecoder
+from octavo_server.http.request_body import BodyDecoder
 from tests.server.conftest import Served
 from tests.server.in_process import EOS, IM_END, SPECIAL, InProcessEngine, byte_tokenizer
 from tests.tiers import one_in

@@ -15,8 +15,8 @@ from octavo.sampling_params import DEFAULTS, OPTIONS, Option, SamplingParams
 from octavo.weights.generation_config import sampling_defaults
 from octavo_server.dialects.anthropic import body as anthropic
 from octavo_server.dialects.openai import chat, completions
-from octavo_server.http.body_decoder import BodyDecoder
 from octavo_server.http.errors import UnsupportedParameter
+from octavo_server.http.request_body import BodyDecoder
 from tests.server.conftest import Served
 
 PAGE = Path(__file__).parents[3] / "docs/endpoints.md"

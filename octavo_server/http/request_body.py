@@ -37,7 +37,7 @@ from octavo_server.http.errors import (
     printable,
 )
 from octavo_server.tenants.api_keys import caller_of
-from octavo_server.tenants.places import Places
+from octavo_server.tenants.turn_queue import Places
 
 PIECE_BYTES = 64 << 10
 """Most bytes looked at, or decompressed, at a time."""

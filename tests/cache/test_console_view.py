@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from octavo.cache import cache_view
+from octavo.cache import console_view
 from octavo.config import EngineConfig
 from octavo.engine.engine import Engine
 from octavo.sampling_params import SamplingParams
@@ -75,5 +75,5 @@ def test_the_size_is_bounded() -> None:
     view = engine.cache_view()
     assert len(cells(view)) == 1000
     assert view.blocks_per_cell == 10
-    assert len(view.prefixes) <= cache_view.MAX_PREFIXES
+    assert len(view.prefixes) <= console_view.MAX_PREFIXES
     assert view.seconds > 0

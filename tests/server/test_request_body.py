@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from octavo_server.dialects.openai import chat, completions, tokenize
-from octavo_server.http.body_decoder import BodyDecoder
+from octavo_server.http.request_body import BodyDecoder
 from tests.server.conftest import Served
 from tests.tiers import nightly_after
 
