@@ -17,7 +17,7 @@ AXE ?= axe-core@4.14.1
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
-.PHONY: serve test check test-lab nightly timing fuzz test-clients test-browser compose-check docs docs-serve lint clean
+.PHONY: serve test check test-lab nightly timing gpu fuzz test-clients test-browser compose-check docs docs-serve lint clean
 
 serve: $(VENV)/.run  ## serve MODEL on HOST:PORT; more flags in ARGS
 	@exec $(BIN)/octavo serve $(MODEL) --host $(HOST) --port $(PORT) $(ARGS)
@@ -46,6 +46,13 @@ nightly: $(VENV)/.dev  ## further shapes and longer runs
 
 timing: $(VENV)/.dev  ## tests that compare times, on a machine that has nothing else to do
 	$(BIN)/python -m pytest -m timing $(ARGS)
+
+gpu: $(VENV)/.dev  ## on a machine with a GPU: its tests, then kernels, throughput, steps and vLLM's server beside ours with MODEL; records in gpu-records/
+	-$(BIN)/python -m pytest -q tests/gpu
+	-$(BIN)/octavo bench kernels --output gpu-records/kernels.json
+	-$(BIN)/octavo bench throughput $(MODEL) --output gpu-records/throughput.json
+	-$(BIN)/octavo bench profile $(MODEL) --output gpu-records/profile.json
+	$(BIN)/octavo bench peer $(MODEL) --engine vllm --output gpu-records/peer.json
 
 fuzz: $(VENV)/.fuzz  ## fuzz what reads untrusted input, for some 20 minutes or MINUTES; targets and limits in ARGS
 	$(BIN)/python -m tests.fuzz $(if $(MINUTES),--minutes $(MINUTES)) $(ARGS)

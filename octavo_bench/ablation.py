@@ -10,12 +10,10 @@ from __future__ import annotations
 import dataclasses
 import gc
 import itertools
-import math
 import random
-import statistics
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,21 +21,18 @@ import octavo
 from octavo.build.build_engine import build_engine
 from octavo.build.device_settings import resolve_device
 from octavo.config import EngineConfig, to_flat
-from octavo.engine.engine import Engine
-from octavo.errors import ConfigError
-from octavo.sampling_params import SamplingParams
 from octavo.text.tokenizer import load_tokenizer
 from octavo.types import Request
 from octavo.weights.checkpoint import open_checkpoint
 from octavo.weights.hub import resolve_model
-from octavo_bench.offline import checked_step
+from octavo_bench.offline import GREEDY
 from octavo_bench.report import Say, spreads
+from octavo_bench.throughput import serve
 
 TEXTS = ("engine/scheduler.py", "types.py")
 """Files of this package whose text the prompts are made of: text that anybody has."""
 CHUNK = 256
 """Tokens of a step from the stage on that computes prompts in chunks."""
-GREEDY = SamplingParams(temperature=0, ignore_eos=True)
 
 COUNTS = (
     *("num_steps", "num_preemptions", "prefix_hits"),
@@ -61,12 +56,6 @@ class AblationWork:
     """Contexts that the KV cache has room for."""
     max_num_seqs: int = 8
 
-    def __post_init__(self) -> None:
-        for name, value in vars(self).items():
-            least = 0 if name in ("gap", "shared_len") else 1
-            if value < least:
-                raise ConfigError(f"{name}: must be at least {least}, got {value}")
-
     @property
     def context(self) -> int:
         """Tokens of the longest context: a power of two."""
@@ -79,29 +68,6 @@ class Stage:
 
     name: str
     settings: Settings
-
-
-@dataclass
-class Visit:
-    """What one engine made of the requests."""
-
-    seconds: float = 0.0
-    first: dict[int, float] = field(default_factory=dict)
-    last: dict[int, float] = field(default_factory=dict)
-    gaps: list[float] = field(default_factory=list)
-    tokens: dict[int, list[int]] = field(default_factory=dict)
-
-    def figures(self, arrivals: dict[int, float]) -> dict[str, float]:
-        """Output tokens per second, and milliseconds to the first token and between deliveries."""
-        waits = [1e3 * (self.first[number] - arrival) for number, arrival in arrivals.items()]
-        gaps = sorted(1e3 * gap for gap in self.gaps) or [math.nan]  # answers of one token have none
-        return {
-            "output_tok_s": sum(map(len, self.tokens.values())) / self.seconds,
-            "ttft_ms": statistics.median(waits),
-            "ttft_max_ms": max(waits),
-            "itl_ms": statistics.median(gaps),
-            "itl_p99_ms": gaps[min(len(gaps) - 1, int(0.99 * len(gaps)))],
-        }
 
 
 def stages(work: AblationWork, device: str, has_blocks: bool) -> tuple[list[Stage], dict[str, str]]:
@@ -164,34 +130,6 @@ def make_requests(work: AblationWork, path: Path, vocab_size: int, first_id: int
     return [Request(first_id + i, [*shared, *part], GREEDY, work.output_len) for i, part in enumerate(parts)]
 
 
-def serve(
-    engine: Engine, requests: list[Request], gap: float, after_step: Callable[[], None] = lambda: None
-) -> tuple[Visit, dict[str, float]]:
-    """Serve requests that come one by one, ``gap`` seconds apart. Raises ``ConfigError`` when one fails."""
-    visit = Visit()
-    start = time.perf_counter()
-    arrivals = {request.id: start + gap * number for number, request in enumerate(requests)}
-    todo = list(reversed(requests))
-    while todo or engine.has_work:
-        now = time.perf_counter()
-        while todo and arrivals[todo[-1].id] <= now:
-            engine.add(todo.pop())
-        if not engine.has_work:
-            time.sleep(max(0.0, arrivals[todo[-1].id] - now))
-            continue
-        outputs = checked_step(engine)
-        now = time.perf_counter()
-        after_step()
-        for output in outputs:
-            if output.request_id in visit.last:
-                visit.gaps.append(now - visit.last[output.request_id])
-            visit.first.setdefault(output.request_id, now)
-            visit.last[output.request_id] = now
-            visit.tokens.setdefault(output.request_id - requests[0].id, []).extend(output.tokens)
-    visit.seconds = time.perf_counter() - start
-    return visit, visit.figures(arrivals)
-
-
 def measure(
     config: EngineConfig,
     work: AblationWork,
@@ -205,10 +143,6 @@ def measure(
     No round but the first begins when one as long as the longest so far would end later than ``deadline`` seconds
     after the start. ``keep`` is given the result after each round.
     """
-    if rounds < 1:
-        raise ConfigError(f"rounds: must be at least 1, got {rounds}")
-    if not deadline > 0:
-        raise ConfigError(f"deadline: must be more than 0 seconds, got {deadline}")
     if config.scheduler.max_num_seqs is not None:
         work = dataclasses.replace(work, max_num_seqs=config.scheduler.max_num_seqs)
     table = Table(config, work, say)

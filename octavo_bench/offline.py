@@ -1,4 +1,4 @@
-"""In-process throughput: prompts of random ids, then decoding, at several numbers of sequences; or all at once.
+"""In-process speed: prompts of random ids, then decoding, at several numbers of sequences.
 
 Model FLOPs utilisation (MFU) is the arithmetic that a model's tokens need, over what the device could do meanwhile.
 Counted are two operations for each weight that a token is multiplied by, and those of attention over the tokens before
@@ -178,26 +178,6 @@ def bench_config(config: EngineConfig, sequences: Sequence[int]) -> EngineConfig
     return EngineConfig.from_flat({**values, **chosen, "enable_prefix_caching": False})
 
 
-Figures = dict[str, float]
-
-
-def run_all(engine: Engine, info: EngineInfo, prompts: int, input_len: int, output_len: int, first_id: int) -> Figures:
-    """Requests, tokens in all and output tokens per second, for ``prompts`` requests of equal lengths.
-
-    Raises ``ConfigError`` when a request fails or gives another number of tokens.
-    """
-    requests = random_requests(prompts, input_len, output_len, info.vocab_size, first_id, seed=first_id)
-    before = engine.stats().num_steps
-    seconds = complete(engine, requests)
-    return {
-        "seconds": seconds,
-        "steps": engine.stats().num_steps - before,
-        "requests_s": prompts / seconds,
-        "total_tok_s": prompts * (input_len + output_len) / seconds,
-        "output_tok_s": prompts * output_len / seconds,
-    }
-
-
 def data_sheet_peak(gpu: str) -> float | None:
     """Dense 16-bit TFLOP/s in the data sheet of the GPU that a driver calls ``gpu``; ``None`` if it is not known."""
     words = re.findall(r"[a-z0-9]+", gpu.lower())
@@ -284,23 +264,6 @@ def measure(
         rows.append({"sequences": count, "prompt": prompt, "decode": decode, **spreads(runs), **memory})
         say(f"{count} sequences measured")
     return {**about_engine(config, bench.info), "peak_tflops": used.peak, "sampling": sampling, "rows": rows}
-
-
-def throughput(
-    config: EngineConfig, num_prompts: int, input_len: int, output_len: int, rounds: int, peak: float | None = None
-) -> dict[str, Any]:
-    """Figures of ``run_all`` over some rounds."""
-    config = without_prefix_cache(config)
-    engine, info = build_prepared(config)
-    run_all(engine, info, min(num_prompts, info.max_num_seqs), input_len, min(output_len, 16), 1)
-    firsts = range(num_prompts, num_prompts * (rounds + 1), num_prompts)
-    runs = [run_all(engine, info, num_prompts, input_len, output_len, first + 1) for first in firsts]
-    used = Utilisation.of(config, info.device, peak)
-    for run in runs:
-        run |= used.requests(run["requests_s"], input_len, output_len)
-    asked = {"num_prompts": num_prompts, "input_len": input_len, "output_len": output_len}
-    more = {"peak_tflops": used.peak, "preemptions": engine.stats().num_preemptions}
-    return {**about_engine(config, info), **asked, **more, **spreads(runs)}
 
 
 def without_prefix_cache(config: EngineConfig) -> EngineConfig:

@@ -7,7 +7,7 @@ import dataclasses
 from collections.abc import Collection
 from importlib.util import find_spec
 
-from octavo.cli.settings import at_least_0, flag_name, load_config, positive
+from octavo.cli.settings import flag_name, load_config, positive
 from octavo.config import EngineConfig, cache_dir
 from octavo.errors import ConfigError
 
@@ -15,11 +15,6 @@ from octavo.errors import ConfigError
 def numbers(text: str) -> list[int]:
     """``"1,4,16"`` as numbers of at least 1."""
     return [positive(part) for part in text.split(",")]
-
-
-def counts(text: str) -> list[int]:
-    """``"0,1,4"`` as numbers of at least 0."""
-    return [at_least_0(part) for part in text.split(",")]
 
 
 def reals(text: str) -> list[float]:

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from octavo.cli.settings import above_zero, add_some_settings, at_least_0, positive
-from octavo.config import DEFAULT_MODEL, POLICY_NAMES
+from octavo.config import POLICY_NAMES
 from octavo_bench.cli import chaos, drafts, peer, serve, tools
-from octavo_bench.cli.arguments import counts, numbers, reals, words
+from octavo_bench.cli.arguments import numbers, reals, words
 from octavo_bench.cli.results import add_kind, measure_and_finish
 from octavo_bench.draft_prompts import KINDS
 from octavo_bench.report_tables import ablation, formats
@@ -22,8 +22,6 @@ HELP = "measure throughput, start-up and overheads, alone or beside another engi
 
 OF_ABLATION = ("model", "load_format", "device", "seed", "revision", "download_dir", "kv_cache_dtype", "max_num_seqs")
 """Settings that are the same for every engine of the table; all others are the table's own."""
-OF_LIMIT = {"max_model_len", "max_num_batched_tokens", "block_size", "num_kv_blocks", "kv_cache_memory"}
-"""Settings that follow from the length of a context that `limit` tries."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -35,9 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     _add_deciding(kinds)
     tools.add_kinds(kinds)
     _add_ablation(kinds)
-    _add_suites(kinds)
-    _add_sweeps(kinds)
-    _add_limit(kinds)
+    _add_speculate(kinds)
     drafts.add_kinds(kinds)
     _add_quality(kinds)
     serve.add_kinds(kinds)
@@ -57,12 +53,18 @@ def _add_engine_runs(kinds: Any) -> None:
     offline.add_argument("--top-p", type=float, default=1.0, help="of every request")
     _add_peak(offline)
 
-    help = "many prompts at once to their end, in this process"
-    throughput = add_kind(kinds, "throughput", help, "offline.throughput", has_engine=True)
+    help = "throughput and latency of many requests, also at several values of a setting or a length"
+    throughput = add_kind(kinds, "throughput", help, "throughput.measure", has_engine=True)
     throughput.add_argument("--num-prompts", type=positive, default=1000)
     throughput.add_argument("--input-len", type=positive, default=512, help="prompt tokens of each")
     throughput.add_argument("--output-len", type=positive, default=256, help="output tokens of each")
-    throughput.add_argument("--rounds", type=positive, default=3, help="runs; medians are reported")
+    throughput.add_argument(
+        "--shared-len", type=at_least_0, default=0, help="tokens with which every prompt begins, of these"
+    )
+    throughput.add_argument("--gap", type=float, default=0.0, help="seconds between two; default: all at once")
+    throughput.add_argument("--vary", metavar="NAME", help="a setting, such as block_size, or a length: input_len, ...")
+    throughput.add_argument("--values", type=words, default=[], metavar="V,...", help="its values")
+    throughput.add_argument("--rounds", type=positive, default=3, help="visits to each value, in turns")
     _add_peak(throughput)
 
     help = "where the time of a step goes, kernel by kernel"
@@ -92,9 +94,6 @@ def _add_peak(parser: argparse.ArgumentParser) -> None:
 
 def _add_kernels(kinds: Any) -> None:
     """Measurements of a device and of single kernels."""
-    help = "how fast the GPU reads memory and multiplies matrices"
-    add_kind(kinds, "ceilings", help, "ceilings.measure", on_gpu=True)
-
     help = "what this host's GPUs exchange, compared with NCCL's and torch's"
     collectives = add_kind(kinds, "collectives", help, "collectives.measure", on_gpu=True)
     rows = [1, 4, 16, 32, 64, 128, 256, 1024, 2048, 8192]
@@ -119,14 +118,6 @@ def _add_kernels(kinds: Any) -> None:
     recurrences.add_argument("--tokens", type=numbers, default=[16, 32, 64, 128, 512, 2048, 8192], help="of a prompt")
     recurrences.add_argument("--sequences", type=numbers, default=[1, 8], help="prompts in a step")
 
-    help = "time of attention over long contexts, by the type of the KV cache, on a GPU"
-    cached = add_kind(kinds, "cached-attention", help, "cached_attention.measure", on_gpu=True)
-    cached.add_argument("--kinds", type=words, default=["bfloat16", "fp8", "int8", "int4"], help="types of the cache")
-    cached.add_argument("--contexts", type=numbers, default=[8192, 32768, 131072], help="positions of each sequence")
-    cached.add_argument("--sequences", type=numbers, default=[1])
-    cached.add_argument("--heads", type=numbers, default=[32, 8, 128], help="query heads, KV heads, numbers of a head")
-    cached.add_argument("--sweep", action="store_true", help="also with other tilings; the fastest are named")
-
     help = "time and error of products with packed weights, by format, on a GPU"
     packed = add_kind(kinds, "packed", help, "packed_weights.measure", on_gpu=True)
     packed.add_argument("models", nargs="*", default=["qwen3-8b"], help="shapes' names, also of mixtures")
@@ -145,9 +136,6 @@ def _add_surroundings(kinds: Any) -> None:
     peer.add_peer(kinds)
     peer.add_embeddings(kinds)
 
-    help = "decoding through the server beside the same in this process"
-    peer.add_work(add_kind(kinds, "served", help, "served.measure", has_engine=True))
-
     help = "the engine's own time per step, with an instant runner"
     overhead = add_kind(kinds, "overhead", help, "overhead.measure")
     overhead.add_argument("--sequences", type=numbers, default=[1, 64, 256])
@@ -165,11 +153,6 @@ def _add_surroundings(kinds: Any) -> None:
     front.add_argument("--proxy", action="store_true", help="also through `octavo serve --backend openai`, in turns")
     front.add_argument("--journal", action="store_true", help="also with a journal and keyed requests, in turns")
     front.add_argument("--vllm", metavar="PYTHON", help="an interpreter with vLLM, whose server is measured in turns")
-
-    help = "seconds from `octavo serve` to ready and to the first answer"
-    startup = add_kind(kinds, "startup", help, "served.measure_startup")
-    startup.add_argument("model", nargs="?", default=DEFAULT_MODEL)
-    startup.add_argument("--rounds", type=positive, default=5)
 
     peer.add_first_minute(kinds)
 
@@ -204,68 +187,24 @@ def _add_ablation(kinds: Any) -> None:
     parser = add_kind(kinds, "ablation", help, "ablation.measure", show=ablation)
     add_some_settings(parser, OF_ABLATION)
     parser.add_argument("model_argument", nargs="?", metavar="MODEL", help="the same as --model")
-    for flag, help in (
-        ("num-prompts", "requests of a visit"),
-        ("shared-len", "tokens with which every prompt begins"),
-        ("input-len", "tokens of each prompt after these"),
-        ("output-len", "output tokens of each"),
-        ("contexts", "whole contexts that the KV cache has room for"),
-    ):
-        parser.add_argument(f"--{flag}", type=int, help=help)
+    parser.add_argument("--num-prompts", type=positive, help="requests of a visit")
+    parser.add_argument("--shared-len", type=at_least_0, help="tokens with which every prompt begins")
+    parser.add_argument("--input-len", type=positive, help="tokens of each prompt after these")
+    parser.add_argument("--output-len", type=positive, help="output tokens of each")
+    parser.add_argument("--contexts", type=positive, help="whole contexts that the KV cache has room for")
     parser.add_argument("--gap", type=float, help="seconds between two requests")
-    parser.add_argument("--rounds", type=int, default=3, help="visits to each engine, in turns; medians are reported")
+    parser.add_argument(
+        "--rounds", type=positive, default=3, help="visits to each engine, in turns; medians are reported"
+    )
     parser.add_argument(
         "--deadline",
-        type=float,
+        type=above_zero,
         default=280,
         help="seconds; after the first round, none begins that would not end by then",
     )
 
 
-def _add_suites(kinds: Any) -> None:
-    suites = add_kind(
-        kinds,
-        "suites",
-        "GPT-2 with random weights, beside published figures, in process and over HTTP",
-        "suites.measure",
-        has_engine=True,
-        refuses=({"model", "load_format"}, "`bench suites` makes its own model; --shape says which"),
-    )
-    suites.add_argument("--shape", default="gpt2", help="of `octavo bench shape`")
-    suites.add_argument("--suites", type=words, default="alone,uneven,pressed,http", help="of all, comma-separated")
-    suites.add_argument("--small", action="store_true", help="little of each, for trying out and for CPUs")
-    suites.add_argument("--rounds", type=positive, default=3, help="runs of each case; medians are reported")
-
-
-def _add_sweeps(kinds: Any) -> None:
-    help = "throughput at several values of a setting, or of a length"
-    sweep = add_kind(kinds, "sweep", help, "sweep.sweep", has_engine=True)
-    sweep.add_argument("--vary", required=True, metavar="NAME", help="a setting, such as block_size, or input_len")
-    sweep.add_argument("--values", type=words, required=True, metavar="V,...", help="its values")
-    sweep.add_argument("--num-prompts", type=positive, default=32)
-    sweep.add_argument("--input-len", type=positive, default=128, help="prompt tokens of each")
-    sweep.add_argument("--output-len", type=positive, default=64, help="output tokens of each")
-    sweep.add_argument(
-        "--shared-len", type=at_least_0, default=0, help="tokens with which every prompt begins, of these"
-    )
-    sweep.add_argument("--gap", type=float, default=0.0, help="seconds between two requests; default: all at once")
-    sweep.add_argument("--rounds", type=positive, default=3, help="visits to each value, in turns")
-
-    help = "decoding with a KV cache, and without one"
-    recompute = add_kind(kinds, "recompute", help, "sweep.without_cache", has_engine=True)
-    recompute.add_argument("--lengths", type=numbers, default=[64, 256, 1024], help="tokens of the context")
-    recompute.add_argument("--tokens", type=positive, default=8, help="tokens that are timed at each length")
-    recompute.add_argument("--rounds", type=positive, default=3)
-
-    help = "what LoRA adapters cost in a decode step on a CPU, with random weights"
-    lora = add_kind(kinds, "lora", help, "lora.measure")
-    lora.add_argument("model", type=Path, help="folder with a config.json")
-    lora.add_argument("--adapters", type=counts, default=[0, 1, 4, 16], help="numbers of adapters in a batch")
-    lora.add_argument("--sequences", type=positive, default=16)
-    lora.add_argument("--rank", type=positive, default=16)
-    lora.add_argument("--steps", type=positive, default=32)
-    lora.add_argument("--rounds", type=positive, default=3, help="in which the numbers of adapters take turns")
-
+def _add_speculate(kinds: Any) -> None:
     help = "speculative decoding beside decoding without it"
     speculate = add_kind(kinds, "speculate", help, "speculate.measure", has_engine=True)
     speculate.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS), help="kinds of prompts")
@@ -275,23 +214,6 @@ def _add_sweeps(kinds: Any) -> None:
     speculate.add_argument(
         "--rounds", type=positive, default=3, help="in which the two engines take turns, after a first"
     )
-
-
-def _add_limit(kinds: Any) -> None:
-    limit = add_kind(
-        kinds,
-        "limit",
-        "the longest context before memory runs out, tried in processes of their own",
-        "sweep.limit",
-        has_engine=True,
-        refuses=(OF_LIMIT, "`bench limit` sets it for each try"),
-    )
-    limit.add_argument("--memory", type=above_zero, metavar="GIB", help="of data in host memory; default: all there is")
-    limit.add_argument("--longest", type=positive, default=8192, help="longest context to try, or of a place")
-    limit.add_argument(
-        "--sequences", type=positive, metavar="N", help="find the largest batch, up to N, paged and contiguous, instead"
-    )
-    limit.add_argument("--context", type=positive, default=256, help="tokens of each sequence of --sequences")
 
 
 def _add_quality(kinds: Any) -> None:

@@ -1,5 +1,4 @@
-"""`octavo bench chaos`: faults at random times against a server, and a check of every answer; `octavo bench soak`: many
-requests, and whether the server grows."""
+"""`octavo bench chaos`: faults at random times against a server, and a check of every answer."""
 
 from __future__ import annotations
 
@@ -38,17 +37,6 @@ def add_kinds(kinds: Any) -> None:
     chaos.add_argument("--port", type=int, help="of the server; default: any that is free")
     chaos.add_argument("--logs", type=Path, metavar="DIR", help="keep the server's logs here")
 
-    help = "whether the front process grows under many requests, with a journal"
-    soak = add_kind(
-        *(kinds, "soak", help, _soak),
-        show=lambda result: str({name: value for name, value in result.items() if name != "samples"}),
-        is_good=lambda args, result: bool(result["mib_per_100000"] <= args.most),
-    )
-    soak.add_argument("--num-requests", type=positive, default=300_000)
-    soak.add_argument("--clients", type=positive, default=32, help="requests at once")
-    soak.add_argument("--server-args", default="", metavar="FLAGS", help="more flags of `octavo serve`")
-    soak.add_argument("--most", type=float, default=1.0, metavar="MIB", help="growth for each 100,000 that is allowed")
-
 
 def _chaos(args: argparse.Namespace) -> dict[str, Any]:
     import asyncio
@@ -82,12 +70,6 @@ def _chaos(args: argparse.Namespace) -> dict[str, Any]:
         requests = make_requests(args.num_requests, args.seed, args.model is None, args.max_tokens)
         findings = asyncio.run(Chaos(target, requests, plan, say).run())
     return _result(args, findings, target)
-
-
-def _soak(args: argparse.Namespace) -> dict[str, Any]:
-    from octavo_bench.soak import measure
-
-    return measure(args.num_requests, args.clients, shlex.split(args.server_args), say)
 
 
 def _result(args: argparse.Namespace, findings: Findings, target: ServerUnderTest) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from typing import Any
 from octavo.cli.settings import above_zero, positive
 from octavo.config import DEFAULT_MODEL
 from octavo.errors import ConfigError
-from octavo_bench.cli.arguments import numbers, words
+from octavo_bench.cli.arguments import words
 from octavo_bench.cli.results import EXIT_WORSE, add_kind, add_results, check_results, conclude
 from octavo_bench.report_tables import plain
 
@@ -21,7 +21,6 @@ def add_kinds(kinds: Any) -> None:
     _add_shape(kinds)
     _add_sanity(kinds)
     _add_architectures(kinds)
-    _add_roofline(kinds)
 
     help = "several models on one port: right answers, memory held, times of a switch"
     switch = add_kind(kinds, "switch", help, "switch.run")
@@ -43,25 +42,11 @@ def add_kinds(kinds: Any) -> None:
     outliving.add_argument("--damaged", type=positive, default=100, help="files that are damaged, and short prompts")
     outliving.add_argument("--kv-cache-memory", type=above_zero, default=1.0, help="GiB of KV cache")
 
-    journal = add_kind(kinds, "journal", "how fast a server that starts reads its journal", "journal.measure")
-    journal.add_argument("--megabytes", type=positive, default=512, help="of the journal")
-    journal.add_argument("--sequences", type=positive, default=64, help="running at a time")
-    journal.add_argument("--rounds", type=positive, default=3)
-    journal.add_argument("--history", action="store_true", help="write so much as a server does, and read what is left")
-
     report = kinds.add_parser("report", help="the tables of raw JSON files, as Markdown")
     report.add_argument("files", nargs="*", type=Path, metavar="FILE")
     report.add_argument("--fill", type=Path, metavar="PAGE", help="put them into a page's places for reports instead")
     add_results(report, with_output=False)
     report.set_defaults(run=_report)
-
-    gpu = kinds.add_parser("gpu", help="test and measure everything on a GPU machine, in one go")
-    gpu.add_argument("folder", type=Path, help="where results and logs are kept")
-    gpu.add_argument("--model", default="qwen3-8b", help="shape or folder that is measured")
-    gpu.add_argument("--stages", help="comma-separated; default: all")
-    gpu.add_argument("--deadline", type=above_zero, default=560, help="seconds in all")
-    gpu.add_argument("--python-path", help="PYTHONPATH of vLLM, where it is not installed beside Octavo")
-    gpu.set_defaults(run=_gpu)
 
 
 def _add_sanity(kinds: Any) -> None:
@@ -69,18 +54,6 @@ def _add_sanity(kinds: Any) -> None:
     sanity = add_kind(kinds, "sanity", help, "sanity.measure", show=plain, is_good=_none_failed)
     sanity.add_argument("--families", type=words, default=[], help="some of them; default: all")
     sanity.add_argument("--device", default="auto", help="auto, cpu or cuda")
-
-
-def _add_roofline(kinds: Any) -> None:
-    roofline = kinds.add_parser("roofline", help="the least time of a decode step, from bytes and arithmetic")
-    roofline.add_argument("model", help="a shape's name, or a folder with a config.json")
-    roofline.add_argument("--batches", type=numbers, default=[1, 16, 64, 256])
-    roofline.add_argument("--context", type=positive, default=256)
-    roofline.add_argument("--weight-bytes", type=above_zero, default=2, help="bytes of a weight")
-    roofline.add_argument("--kv-bytes", type=above_zero, default=2, help="bytes of a cached value")
-    roofline.add_argument("--bandwidth", type=above_zero, required=True, help="TB/s that the device reads")
-    roofline.add_argument("--peak", type=above_zero, required=True, help="TFLOP/s of its matrix products")
-    roofline.set_defaults(run=_roofline)
 
 
 def _add_shape(kinds: Any) -> None:
@@ -99,24 +72,6 @@ def _shape(args: argparse.Namespace) -> int:
         from octavo_bench.dummy_models import write_weights
 
         print(f"{write_weights(args.folder) / 1e9:.2f} GB of weights")
-    return 0
-
-
-def _roofline(args: argparse.Namespace) -> int:
-    from octavo.weights.safetensors import read_configs
-    from octavo_bench.report_tables import markdown_table
-    from octavo_fleet.sim.roofline import decode_work, shape_of
-    from octavo_fleet.sim.shapes import SHAPES
-
-    config = SHAPES[args.model] if args.model in SHAPES else read_configs(Path(args.model))[0]
-    rows = []
-    for batch in args.batches:
-        work = decode_work(shape_of(config), batch, args.context, args.weight_bytes, args.kv_bytes)
-        floor = work.floor_ms(args.bandwidth, args.peak)
-        rows.append(
-            [batch, f"{work.bytes / 1e9:.2f}", f"{work.flops / 1e9:.1f}", f"{floor:.3f}", f"{batch / floor * 1e3:,.0f}"]
-        )
-    print(markdown_table(["sequences", "GB", "GFLOP", "least ms", "most tok/s"], rows))
     return 0
 
 
@@ -167,10 +122,3 @@ def _report(args: argparse.Namespace) -> int:
         return 0
     print("\n\n".join(render(file) for file in args.files))
     return conclude(args, read_record(args.files[0])) if len(args.files) == 1 else 0
-
-
-def _gpu(args: argparse.Namespace) -> int:
-    from octavo_bench.gpu import run_stages
-
-    stages = args.stages.split(",") if args.stages else None
-    return run_stages(args.folder, args.model, stages, args.deadline, args.python_path)

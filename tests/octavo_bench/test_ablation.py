@@ -48,13 +48,14 @@ def test_the_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("flag", "refusal"),
     [
-        ("--num-prompts", "num_prompts: must be at least 1"),
-        ("--rounds", "rounds: must be at least 1"),
-        ("--deadline", "deadline: must be more than 0 seconds"),
+        ("--num-prompts", "--num-prompts: must be at least 1"),
+        ("--rounds", "--rounds: must be at least 1"),
+        ("--deadline", "--deadline: must be above 0"),
     ],
 )
 def test_work_that_is_none_is_refused(flag: str, refusal: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", "ablation", flag, "0"]) == 2
+    with pytest.raises(SystemExit, match=r"^2$"):
+        main(["bench", "ablation", flag, "0"])
     assert refusal in capsys.readouterr().err
 
 

@@ -23,18 +23,14 @@ PEER = "bench peer tiny --engine vllm --python /nowhere"
         (f"{PEER} --sequences 3", "--sequences: is for --engine llama.cpp"),
         ("bench peer tiny --python /nowhere --visits octavo:9", "--visits: is for --engine vllm"),
         (PEER, "/nowhere cannot be started: No such file"),
-        ("bench limit tiny --max-model-len 8", "--max-model-len: `bench limit` sets it for each try"),
-        ("bench limit tiny --config FILE", "FILE: block_size: `bench limit` sets it"),
-        ("bench limit tiny --memory 0", "--memory: must be above 0"),
-        ("bench suites tiny", "MODEL: `bench suites` makes its own model; --shape says which"),
         ("bench quality tiny --quantization int4", "--quantization: name each format to compare in --formats"),
         ("bench serve http://127.0.0.1:1 --search --csv rows.csv", "--csv: has no effect on --search"),
         ("bench serve http://127.0.0.1:1 --clients 3", "--clients: is for --search"),
         ("bench synthetic --max-batch-size 0", "--max-batch-size: must be at least 1"),
         ("bench synthetic --min-prompt 10 --max-prompt 5", "--min-prompt: must be at most --max-prompt"),
-        ("bench roofline qwen3-8b --bandwidth 0 --peak 1", "--bandwidth: must be above 0"),
+        ("bench throughput tiny --values 1,2", "vary: needs --values, and these need --vary"),
         ("bench throughput tiny --num-prompts 0", "--num-prompts: must be at least 1"),
-        ("bench sweep tiny --vary input_len --values abc", "values: input_len must be integers of at least 1"),
+        ("bench throughput tiny --vary input_len --values abc", "values: input_len must be integers of at least 1"),
         ("bench shape qwen3-8b FILE", "FILE cannot be made: File exists"),
         ("bench report --fill /nowhere", "--fill takes a page that is there"),
         ("demo --max-num-seqs 0", "--max-num-seqs/--max-batch-size: must be at least 1"),
@@ -65,11 +61,11 @@ def test_a_variable_counts_as_given(monkeypatch: pytest.MonkeyPatch, capsys: pyt
 
 def test_flags_of_settings_give_the_same_settings() -> None:
     """So a server and an engine in this process can be given the same."""
-    given = ["bench", "served", "tiny", "--quantization", "int8", "--no-enable-prefix-caching", "--block-size", "8"]
+    given = ["bench", "offline", "tiny", "--quantization", "int8", "--no-enable-prefix-caching", "--block-size", "8"]
     config = load_config(EngineConfig, build_parser().parse_args(given))
     flags = setting_flags(config)
     assert "--no-enable-prefix-caching" in flags
-    again = build_parser().parse_args(["bench", "served", "tiny", *flags])
+    again = build_parser().parse_args(["bench", "offline", "tiny", *flags])
     assert load_config(EngineConfig, again) == config
     assert set(given_settings({item.name: item for item in settings(EngineConfig)}, again)) == {
         *("model", "quantization", "enable_prefix_caching", "block_size")

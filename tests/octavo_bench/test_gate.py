@@ -138,12 +138,12 @@ def test_a_measurement_ends_with_the_gate(tmp_path: Path, capsys: pytest.Capture
 def test_mistakes_are_found_before_the_measurement(
     flags: list[str], said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("octavo_bench.served.measure_startup", lambda model, rounds: pytest.fail("measured"))
-    assert main(["bench", "startup", *flags]) == 2
+    monkeypatch.setattr("octavo_bench.overhead.measure", lambda sequences, prompt, steps: pytest.fail("measured"))
+    assert main(["bench", "overhead", *flags]) == 2
     assert said in capsys.readouterr().err
 
 
-NOT_MEASURED = {"shape", "roofline", "report", "gpu", "architectures"}
+NOT_MEASURED = {"shape", "report", "architectures"}
 """What makes or shows something else than a record."""
 
 
@@ -152,7 +152,7 @@ def test_every_measurement_can_be_drawn_kept_traced_and_gated() -> None:
     (kinds,) = (
         action for action in commands.choices["bench"]._actions if isinstance(action, argparse._SubParsersAction)
     )
-    assert len(kinds.choices) > 25
+    assert len(kinds.choices) > 20
     for kind, parser in kinds.choices.items():
         has = {"--plot", "--evidence", "--gpu-trace", "--fail-under"} <= parser._option_string_actions.keys()
         assert has == (kind not in NOT_MEASURED), kind

@@ -62,19 +62,17 @@ def test_there_are_ten() -> None:
 
 COMMANDS = [(page.stem, line) for page in PAGES for line in re.findall(r"^ {4}octavo (.+)$", page.read_text(), re.M)]
 QUICK = {
-    "recompute": "--lengths 16,32 --tokens 2 --rounds 1",
-    "sweep": "--num-prompts 2 --input-len 40 --output-len 3 --gap 0 --rounds 1",
-    "suites": "--shape tiny --rounds 1",
+    "offline": "--sequences 1 --prompt 16 --decode 2 --rounds 1",
     "ablation": "--rounds 1 --num-prompts 2 --shared-len 16 --input-len 16 --output-len 3 --gap 0",
     "speculate": "--rounds 1 --max-tokens 4",
     "quality": "--formats float32 --tokens 60 --window 30 --rounds 0",
     "front": "--streams 1 --seconds 0.2",
-    "throughput": "--num-prompts 2 --input-len 8 --output-len 3 --rounds 1",
+    "throughput": "--num-prompts 2 --input-len 40 --output-len 3 --gap 0 --rounds 1",
     "generate": "--max-tokens 2",
     "demo": "",
 }
 """Flags that are added to a command, so that it takes a second or two."""
-FEW = ("demo", "bench recompute", "bench sweep smollm2-135m --vary enforce_eager")
+FEW = ("demo", "bench offline", "bench throughput smollm2-135m --vary enforce_eager")
 IN_ORDER = sorted(COMMANDS, key=lambda one: not one[1].startswith(FEW))
 
 
@@ -91,7 +89,7 @@ def test_commands_run(page: str, command: str, tmp_path: Path, monkeypatch: pyte
     if kind == "ablation":
         words += model
     quick = QUICK[kind].split()
-    if kind == "sweep":
+    if kind == "throughput":
         quick += ["--kv-cache-memory", "0.01"] if "--kv-cache-memory" in words else ["--num-kv-blocks", "64"]
     if "--shared-len" in words:
         quick += ["--shared-len", "16"]
