@@ -78,6 +78,11 @@ OWN_KEYS: dict[str, dict[str, Any]] = {
     "Mamba2ForCausalLM": {"num_heads": 4, "head_dim": 32, "expand": 2},
     **{name: {"shared_intermediate_size": 0} for name in MINIMAX},
     "Zamba2ForCausalLM": {"layers_block_type": ["mamba", "hybrid"] * 6},
+    "ZayaForCausalLM": {
+        "num_experts_per_tok": None,
+        "num_hidden_layers": 2,
+        "layer_types": ["hybrid", "hybrid_sliding"],
+    },
     "NemotronHForCausalLM": {"layers_block_type": ["mamba", "attention", "moe"] * 4},
 }
 """Keys of families that have no defaults for them."""

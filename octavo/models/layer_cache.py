@@ -34,12 +34,14 @@ class StateTensor:
     divided: int
     """The axis of heads or channels, which ranks divide."""
     num_units: int
-    """Heads, or groups of them, that no rank may have a part of."""
+    """Heads, or groups of them, that no rank may have a part of; 0: every rank has all of the tensor."""
     is_recurrent: bool
     """Whether it sums over all positions, and so is kept in float32; otherwise it holds inputs of the model's dtype."""
 
     def of_rank(self, size: int) -> StateTensor:
         """The part that each of ``size`` ranks has."""
+        if not self.num_units:
+            return self
         shape = list(self.shape)
         shape[self.divided] //= size
         return replace(self, shape=tuple(shape))

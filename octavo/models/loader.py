@@ -239,6 +239,12 @@ class WeightLoader:
             slopes_N=slopes_N,
         )
 
+    def own_rows(self, name: str, sections: Sequence[Section]) -> Tensor:
+        """Index of the rows that this device has of a matrix of these sections."""
+        count, form = sum(section.num_rows for section in sections), WeightFormat(torch.int64, self.form.device)
+        rows = DenseStored((torch.arange(count).unsqueeze(1),))
+        return self._shard.sections(name, rows, sections).dense(form)[:, 0]
+
     def num_own(self, num_heads: int) -> int:
         """Number of this device's query heads."""
         return self._shard.num_units(num_heads)

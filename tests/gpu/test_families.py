@@ -44,6 +44,7 @@ STATE_TYPES = {
     "jamba",
     "zamba2",
     "bailing_hybrid",
+    "zaya",
 }
 WITH_STATE = [row for row in ROWS if ROWS[row][0] in STATE_TYPES]
 

@@ -108,6 +108,7 @@ KIMI = {
     "qk_nope_head_dim": 12,
     "v_head_dim": 10,
 }
+ZAYA = {"head_dim": 16, "moe_intermediate_size": 24, "num_experts": 4, "router_hidden_size": 12}
 GPT2 = {"n_positions": MAX_LEN, "n_embd": 32, "n_layer": 2, "n_head": 4}
 
 ROWS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -421,6 +422,12 @@ ROWS: dict[str, tuple[str, dict[str, Any]]] = {
             "tie_word_embeddings": True,
         },
     ),
+    "zaya/two_windows": (
+        "zaya",
+        {**ZAYA, "num_hidden_layers": 3, "layer_types": ["hybrid", "hybrid_sliding", "hybrid"], "sliding_window": 9}
+        | {"cca_time0": 3, "cca_time1": 3, "lm_head_bias": True, "tie_word_embeddings": False},
+    ),
+    "zaya/one_kv_head": ("zaya", {**ZAYA, "num_key_value_heads": 1}),
     "gpt2/small": ("gpt2", GPT2),
     "gpt2/scaled_by_layer": ("gpt2", {**GPT2, "n_inner": 40, "scale_attn_by_inverse_layer_idx": True}),
     "gpt2/unscaled_untied": (
@@ -473,6 +480,8 @@ RANDOM = (
     "alpha_p",
     "alpha_n",
     "_bias",
+    "_scale",
+    ".temp",
 )
 """Parameters that begin as all ones or zeros, where mistakes would not show."""
 
