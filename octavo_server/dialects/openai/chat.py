@@ -466,13 +466,13 @@ class ChatMessage:
         return kept
 
     def _without_markup(self, pieces: list[Piece]) -> list[Piece]:
-        """The last pieces of a truncated message. If a call is required, text that is not a call is the truncated
+        """The last pieces of a truncated message. If a call is required and there is none yet, content is the truncated
         beginning of one, before its name is complete."""
-        if self._tools is None or not self._tools.must_call:
+        is_missing = self._tools is not None and self._tools.must_call and not self._num_calls
+        if self._tools is None or not is_missing or any(isinstance(piece, Call) for piece in pieces):
             return pieces
-        kept = [piece for piece in pieces if isinstance(piece, Call) or piece.kind != "content"]
-        has_begun = len(kept) < len(pieces) and not self._num_calls and not any(isinstance(p, Call) for p in kept)
-        if has_begun and len(self._tools.allowed) == 1:
+        kept = [piece for piece in pieces if not isinstance(piece, Text) or piece.kind != "content"]
+        if len(kept) < len(pieces) and len(self._tools.allowed) == 1:
             kept.append(Call(self._tools.allowed[0].name, "", is_cut=True))
         return kept
 

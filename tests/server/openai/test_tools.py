@@ -193,6 +193,18 @@ def test_a_call_that_is_cut_is_a_call_as_far_as_it_goes(
     assert [part["name"] for part in parts if "name" in part] == [call["name"] for call in calls]
 
 
+def test_text_behind_a_required_call_is_content_streamed_or_not(serve_hermes: Callable[[str], Served]) -> None:
+    """As a client gets it that passes over the end, with ``ignore_eos``, up to its limit of tokens."""
+    served = serve_hermes(CALL + " and more")
+    body = {"tools": TOOLS, "tool_choice": "required", "max_tokens": len(CALL.encode()) + 5}
+    whole = served.chat(**body).json()["choices"][0]
+    assert (whole["finish_reason"], len(whole["message"]["tool_calls"])) == ("length", 1)
+    lines = [line.removeprefix("data: ") for line in served.chat(stream=True, **body).text.split("\n\n") if line]
+    deltas = [json.loads(line)["choices"][0]["delta"] for line in lines[:-1]]
+    streamed = "".join(delta.get("content") or "" for delta in deltas)
+    assert (whole["message"]["content"] or "").strip() == streamed.strip() == "and"
+
+
 def test_one_call_when_no_more_are_wanted(serve_hermes: Callable[[str], Served]) -> None:
     served = serve_hermes(TEXT)
     message = served.chat(tools=TOOLS, max_tokens=400, parallel_tool_calls=False).json()["choices"][0]["message"]
