@@ -37,6 +37,8 @@ MUST_BE: dict[str, tuple[Any, ...]] = {
 }
 PLAIN_STARTS = (None, True, False, "gaussian", "eva", "orthogonal")
 """Values of ``init_lora_weights`` that do not change the model's own weights."""
+MAX_ALPHA = 2**31
+"""Of ``lora_alpha``: more is no scale, and infinite in half precision with any weights."""
 
 
 @dataclass(frozen=True)
@@ -62,8 +64,8 @@ def read_adapter(folder: Path) -> AdapterFile:
     factors = {}
     for module, parts in modules.items():
         down, up = parts.get("A"), parts.get("B")
-        if down is None or up is None or down.dim() != 2 or up.dim() != 2 or len(down) != up.shape[1]:
-            raise CheckpointError(f"{folder / WEIGHTS_NAME}: {module} must have lora_A [R, K] and lora_B [N, R]")
+        if down is None or up is None or down.dim() != 2 or up.dim() != 2 or not 0 < len(down) == up.shape[1]:
+            raise CheckpointError(f"{folder / WEIGHTS_NAME}: {module} must have lora_A [R, K] and lora_B [N, R], R > 0")
         factors[module] = down, up, _scale(folder, config, module, len(down))
     if not factors:
         raise CheckpointError(f"{folder / WEIGHTS_NAME}: there is no lora_A and no lora_B")
@@ -82,12 +84,14 @@ def _check(folder: Path, config: dict[str, Any]) -> None:
 
 def _scale(folder: Path, config: dict[str, Any], module: str, rank: int) -> float:
     """alpha / rank, or alpha / sqrt(rank) (arXiv 2312.03732); ``alpha_pattern`` overrides alpha for some modules."""
-    alpha = config.get("lora_alpha")
-    for pattern, other in (config.get("alpha_pattern") or {}).items():
+    alpha, patterns = config.get("lora_alpha"), config.get("alpha_pattern") or {}
+    if not isinstance(patterns, dict):
+        raise CheckpointError(f"{folder / CONFIG_NAME}: alpha_pattern must be a dict of modules and numbers")
+    for pattern, other in patterns.items():
         if module == pattern or module.endswith(f".{pattern}"):
             alpha = other
         elif not re.fullmatch(r"[\w.]+", pattern):
             raise CheckpointError(f"{folder / CONFIG_NAME}: alpha_pattern {pattern!r} must be a name of modules")
-    if isinstance(alpha, bool) or not isinstance(alpha, int | float):
-        raise CheckpointError(f"{folder / CONFIG_NAME}: lora_alpha is {alpha!r}; it must be a number")
+    if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not abs(alpha) <= MAX_ALPHA:
+        raise CheckpointError(f"{folder / CONFIG_NAME}: lora_alpha is {alpha!r}; it must be a number up to {MAX_ALPHA}")
     return float(alpha / (rank**0.5 if config.get("use_rslora") else rank))

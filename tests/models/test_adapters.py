@@ -20,6 +20,7 @@ from octavo.errors import CheckpointError, ConfigError, ModelNotFound
 from octavo.models import model_adapters
 from octavo.sampling_params import SamplingParams
 from octavo.types import Output, Request
+from octavo.weights.adapter import WEIGHTS_NAME, read_adapter
 from tests.engine.making import serve
 from tests.models.adapter_files import LLAMA_MAPS, make_adapter
 from tests.models.families import VOCAB_SIZE, make_checkpoint
@@ -169,7 +170,9 @@ def test_other_families(row: str, targets: list[str], merges: bool, tmp_path: Pa
         ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
         ({"init_lora_weights": "pissa"}, "init_lora_weights"),
         ({"lora_alpha": None}, "lora_alpha"),
+        ({"lora_alpha": 10**400}, "lora_alpha"),
         ({"alpha_pattern": {"^q_proj$": 3}}, "alpha_pattern"),
+        ({"alpha_pattern": [3]}, "alpha_pattern"),
     ],
 )
 def test_adapters_of_other_arithmetic_are_refused_by_name(
@@ -207,6 +210,18 @@ def test_tensors_that_do_not_fit_are_named_and_nothing_is_loaded(
     assert "bad" not in engine.adapters
     engine.adapters.load("bad", made.paths["a0"])
     made.check("a0", PROMPT, serve(engine, [Request(0, PROMPT, PARAMS, NEW_TOKENS, adapter="bad")])[0])
+
+
+def test_an_update_of_rank_0_is_named(made: Made, tmp_path: Path) -> None:
+    source = Path(made.paths["a0"])
+    (tmp_path / "adapter_config.json").write_bytes((source / "adapter_config.json").read_bytes())
+    name = "base_model.model.model.layers.0.mlp.up_proj"
+    save_file(
+        {f"{name}.lora_A.weight": torch.zeros(0, 4), f"{name}.lora_B.weight": torch.zeros(4, 0)},
+        tmp_path / WEIGHTS_NAME,
+    )
+    with pytest.raises(CheckpointError, match="up_proj must have"):
+        read_adapter(tmp_path)
 
 
 @pytest.mark.parametrize(
