@@ -27,7 +27,7 @@ from octavo_server import admin, sleep, weights
 from octavo_server.admission import Admission
 from octavo_server.console import pages as console
 from octavo_server.console import stats_stream as live
-from octavo_server.dialects.anthropic import messages
+from octavo_server.dialects.anthropic import message_batches, messages
 from octavo_server.dialects.batches import batches, files
 from octavo_server.dialects.native import completions, generate, infer, sagemaker, sessions, sglang, tgi, token_ids
 from octavo_server.dialects.ollama import endpoints as ollama
@@ -67,22 +67,10 @@ from octavo_server.tenants.api_keys import Keys
 GROUP = "octavo.endpoints"
 """Entry points of other packages: each is a list of ``Endpoint``."""
 PARTS = (
-    *(completions, chat, messages, responses, conversations, files, batches, durable, embeddings, scoring),
-    *(
-        classification,
-        tei,
-        adapter_endpoints,
-        models,
-        tokenize,
-        render,
-        derender,
-        probes,
-        live,
-        explanations,
-        sleep,
-        weights,
-    ),
-    *(token_ids, sessions, admin, generate, sglang, infer, tgi, sagemaker, ollama, ollama_models),
+    *(completions, chat, messages, message_batches, responses, conversations, files, batches, durable),
+    *(embeddings, scoring, classification, tei, adapter_endpoints, models, tokenize, render, derender, probes),
+    *(live, explanations, sleep, weights, token_ids, sessions, admin, generate, sglang, infer, tgi, sagemaker),
+    *(ollama, ollama_models),
 )
 
 

@@ -36,16 +36,18 @@ POST = (
     *("/tokenize", "/detokenize", "/pooling", "/classify", "/score", "/rerank", "/generate", "/generate_stream"),
     *("/embed", "/embed_all", "/embed_sparse", "/predict", "/similarity", "/infer", "/infer/v1/completions"),
     *("/v1/files", "/v1/batches", "/v1/batches/{id}/cancel", "/invocations"),
+    *("/v1/messages/batches", "/v1/messages/batches/{id}/cancel"),
 )
 GET = (
     *("/v1/models", "/v1/models/{name:path}", "/v1/responses/{id}", "/v1/responses/{id}/input_items"),
     *("/v1/conversations/{id}", "/v1/conversations/{id}/items", "/v1/conversations/{id}/items/{item}"),
     *("/v1/files", "/v1/files/{id}", "/v1/files/{id}/content", "/v1/batches", "/v1/batches/{id}"),
+    *("/v1/messages/batches", "/v1/messages/batches/{id}", "/v1/messages/batches/{id}/results"),
     *("/tokenizer_info", "/openapi.json", "/docs", "/model_info", "/get_model_info"),
 )
 DELETE = (
     *("/v1/responses/{id}", "/v1/conversations/{id}", "/v1/conversations/{id}/items/{item}"),
-    "/v1/files/{id}",
+    *("/v1/files/{id}", "/v1/messages/batches/{id}"),
 )
 """What is forwarded: use of a model. Nothing else, such as what controls the upstream."""
 OF_EACH = (

@@ -9,9 +9,12 @@ from starlette.requests import Request
 from octavo.errors import InvalidParameter
 
 
-def page(request: Request, items: list[dict[str, Any]], default: int = 100, most: int = 10_000) -> dict[str, Any]:
-    """One page of ``items``, by the query's ``limit`` and ``after``. Raises ``InvalidParameter``."""
-    after, limit = request.query_params.get("after"), request.query_params.get("limit", str(default))
+def page(
+    request: Request, items: list[dict[str, Any]], default: int = 100, most: int = 10_000, key: str = "after"
+) -> dict[str, Any]:
+    """One page of ``items``, by the query's ``limit`` and ``key``, the id of the item before it. Raises
+    ``InvalidParameter``."""
+    after, limit = request.query_params.get(key), request.query_params.get("limit", str(default))
     if not (limit.isascii() and limit.isdigit() and len(limit) <= 5 and 1 <= int(limit) <= most):
         raise InvalidParameter("limit", f"'limit' must be a whole number from 1 to {most}.")
     start = 0

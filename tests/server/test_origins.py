@@ -30,6 +30,9 @@ READING = {
     *(
         "/v1/batches",
         "/v1/batches/{batch_id}",
+        "/v1/messages/batches",
+        "/v1/messages/batches/{batch_id}",
+        "/v1/messages/batches/{batch_id}/results",
         "/v1/responses/{response_id}",
         "/v1/responses/{response_id}/input_items",
     ),

@@ -40,7 +40,7 @@ from octavo_server.tenants.turn_queue import Places
 KIND = "batch"
 WINDOW = "24h"
 WINDOW_SECONDS = 86400
-SERVED = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings")
+SERVED = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/v1/embeddings")
 MOMENTS = ("in_progress", "finalizing", "completed", "failed", "expired", "cancelling", "cancelled")
 MAX_AT_ONCE = 4
 """Batches of one API key that are worked on, each with some lines in memory; further ones wait."""
@@ -101,26 +101,21 @@ async def create_batch(request: Request) -> Response:
         raise InvalidParameter("completion_window", f"'completion_window' must be '{WINDOW}'.")
     if await find(server.store, body.input_file_id, owner) is None:
         raise InvalidParameter("input_file_id", f"There is no file '{printable(body.input_file_id)}'.")
-    batch = _begun(body)
+    batch = begun(body, f"batch_{uuid.uuid4().hex}")
     await request.app.state.batches.begin(batch, owner)
     return json_response(batch, headers)
 
 
 async def list_batches(request: Request) -> Response:
-    kept = await server_of(request).store.list(KIND, caller_of(request).name)
-    live = request.app.state.batches.live
-    return json_response(page(request, [live.get(row.id) or batch for row, batch in _read(kept)]), {})
+    return json_response(page(request, await batches_of(request)), {})
 
 
 async def retrieve_batch(request: Request) -> Response:
-    return json_response(await _batch(request), {})
+    return json_response(await batch_of(request), {})
 
 
 async def cancel_batch(request: Request) -> Response:
-    batch = await _batch(request)
-    if batch["status"] not in DONE:
-        await request.app.state.batches.cancel(batch, caller_of(request).name)
-    return json_response(batch, {})
+    return json_response(await cancelled(request), {})
 
 
 ENDPOINTS = [
@@ -131,7 +126,15 @@ ENDPOINTS = [
 ]
 
 
-async def _batch(request: Request) -> Batch:
+async def batches_of(request: Request) -> list[Batch]:
+    """The caller's batches, newest first."""
+    kept = await server_of(request).store.list(KIND, caller_of(request).name)
+    live = request.app.state.batches.live
+    return [live.get(row.id) or batch for row, batch in _read(kept)]
+
+
+async def batch_of(request: Request) -> Batch:
+    """The batch that the path names. Raises ``RequestError``."""
     name, owner = request.path_params["batch_id"], caller_of(request).name
     value = await server_of(request).store.get(KIND, name, owner)
     if value is None:
@@ -140,15 +143,24 @@ async def _batch(request: Request) -> Batch:
     return live or cast(Batch, decode(KIND, name, value, StoredBatch))
 
 
+async def cancelled(request: Request) -> Batch:
+    """The batch that the path names, being cancelled unless it is done. Raises ``RequestError``."""
+    batch = await batch_of(request)
+    if batch["status"] not in DONE:
+        await request.app.state.batches.cancel(batch, caller_of(request).name)
+    return batch
+
+
 def _read(rows: Iterable[ListedItem]) -> Iterator[tuple[ListedItem, Batch]]:
     """Stored batches; those that cannot be read are left out."""
     return ((row, cast(Batch, batch)) for row, batch in decoded(KIND, rows, StoredBatch))
 
 
-def _begun(body: BatchBody) -> Batch:
+def begun(body: BatchBody, id: str) -> Batch:
+    """A new batch."""
     now = int(time.time())
     return {
-        "id": f"batch_{uuid.uuid4().hex}",
+        "id": id,
         "object": "batch",
         "endpoint": body.endpoint,
         "errors": None,
@@ -189,10 +201,10 @@ class Batches:
         for id in list(self.live):
             await self._server.jobs.cancel(id)
 
-    async def begin(self, batch: Batch, owner: str) -> None:
-        """Store a new batch, and start its job. Raises ``QueueFull``."""
+    async def begin(self, batch: Batch, owner: str, file: Iterable[StoredItem] = ()) -> None:
+        """Store a new batch, with its ``file`` if it is new too, and start its job. Raises ``QueueFull``."""
         self._server.jobs.check_room(owner)
-        await self._server.store.put_all(owner, [_item(batch)])
+        await self._server.store.put_all(owner, _Joined([file, [_item(batch)]]), is_large=bool(file))
         self._start(self._work, batch, owner)
 
     async def cancel(self, batch: Batch, owner: str) -> None:

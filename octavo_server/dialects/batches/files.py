@@ -158,10 +158,8 @@ async def file_content(request: Request) -> Response:
 
 async def delete_file(request: Request) -> Response:
     store, owner, name = server_of(request).store, caller_of(request).name, request.path_params["file_id"]
-    if not await store.delete(KIND, name, owner):
+    if not await forget(store, name, owner):
         raise _not_found(name)
-    await store.delete(CONTENT, name, owner)
-    await store.put_all(owner, [], instead_of=_pieces_kind(name))
     return json_response({"id": name, "object": "file", "deleted": True}, {})
 
 
@@ -178,6 +176,15 @@ async def find(store: Store, id: str, owner: str) -> FileObject | None:
     """The file of this id, if it is the owner's. Raises ``Unreadable``."""
     value = await store.get(KIND, id, owner)
     return None if value is None else decode(KIND, id, value, FileObject)
+
+
+async def forget(store: Store, id: str, owner: str) -> bool:
+    """Delete an owner's file; return whether it existed."""
+    if not await store.delete(KIND, id, owner):
+        return False
+    await store.delete(CONTENT, id, owner)
+    await store.put_all(owner, [], instead_of=_pieces_kind(id))
+    return True
 
 
 async def _file(request: Request) -> FileObject:

@@ -17,7 +17,7 @@ from octavo.errors import CANCELLATIONS, QueueFull, RequestError, Unavailable
 from octavo_server.durable.background_jobs import inner_request, retry_while_unavailable
 from octavo_server.durable.own_requests import key_headers
 from octavo_server.http.endpoint import Endpoint
-from octavo_server.http.errors import UnexpectedError, error_object
+from octavo_server.http.errors import UnexpectedError
 from octavo_server.http.request_body import BYTE_ORDER_MARK, num_members
 from octavo_server.services import ServerServices
 from octavo_server.tenants.api_keys import Caller
@@ -61,8 +61,22 @@ class _Streamed(msgspec.Struct):
     stream: Any = None
 
 
+async def lines_of(pieces: AsyncIterator[bytes]) -> AsyncIterator[list[bytes]]:
+    """The lines of a file with their ends, some at a time, so that memory does not grow with the file."""
+    rest: list[bytes] = []  # the beginning of a line whose end is missing
+    async for piece in pieces:
+        if b"\n" not in piece and b"\r" not in piece:
+            rest.append(piece)
+            continue
+        *lines, last = await asyncio.to_thread(b"".join([*rest, piece]).splitlines, keepends=True)
+        # What ends with a carriage return may go on with a line feed.
+        rest = [] if last.endswith(b"\n") else [last]
+        yield lines if rest else [*lines, last]
+    yield [b"".join(rest)]
+
+
 class LineReader:
-    """Reads the requests in a file piece by piece, so that memory does not grow with the file."""
+    """Reads and checks the requests in a file."""
 
     def __init__(self, urls: Collection[str]) -> None:
         self.num_lines = 0
@@ -71,30 +85,17 @@ class LineReader:
         self._number = 0
         """Of the last line."""
         self._seen: set[bytes] = set()
-        self._rest: list[bytes] = []
-        """The beginning of a line whose end is missing."""
 
     async def read(self, pieces: AsyncIterator[bytes]) -> AsyncIterator[BatchLine]:
         """All requests in ``pieces``. Raises ``BadLine`` with the line number."""
-        async for piece in pieces:
-            if b"\n" not in piece and b"\r" not in piece:
-                self._rest.append(piece)
-                continue
-            for line in await asyncio.to_thread(self._lines, piece):
+        async for texts in lines_of(pieces):
+            for line in await asyncio.to_thread(self.parsed, texts):
                 yield line
-        for line in await asyncio.to_thread(self.parsed, [b"".join(self._rest)]):
-            yield line
 
     def check_number(self) -> None:
         """Raise ``BadLine`` for too few or too many requests."""
         if not 1 <= self.num_lines <= MAX_LINES:
             raise BadLine(f"A batch must have 1 to {MAX_LINES} lines; this one has {self.num_lines}.")
-
-    def _lines(self, piece: bytes) -> list[BatchLine]:
-        *texts, last = b"".join([*self._rest, piece]).splitlines(keepends=True)
-        # What ends with a carriage return may go on with a line feed.
-        self._rest = [] if last.endswith(b"\n") else [last]
-        return self.parsed(texts if self._rest else [*texts, last])
 
     def parsed(self, texts: Iterable[bytes]) -> list[BatchLine]:
         """The requests in the next lines. Raises ``BadLine``."""
@@ -122,7 +123,7 @@ class LineReader:
         digest = digest_of(line.custom_id)
         if digest in self._seen:
             raise BadLine(f"Line {number} has a 'custom_id' that an earlier line has.", number)
-        if _is_streamed(line):
+        if asks_for_stream(line.body):
             raise BadLine(f"Line {number} asks for a stream, which a batch cannot have.", number)
         self._seen.add(digest)
         return line
@@ -133,10 +134,10 @@ def digest_of(custom_id: str) -> bytes:
     return hashlib.blake2b(custom_id.encode(), digest_size=16).digest()
 
 
-def _is_streamed(line: BatchLine) -> bool:
+def asks_for_stream(body: msgspec.Raw) -> bool:
     """Whether the body has ``stream`` set. False for an invalid body, which the endpoint rejects later."""
     try:
-        return bool(msgspec.json.decode(line.body, type=_Streamed).stream)
+        return bool(msgspec.json.decode(body, type=_Streamed).stream)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return False
 
@@ -162,6 +163,7 @@ class LineRunner:
 
     async def _answer(self, line: BatchLine, caller: Caller, key: str) -> dict[str, Any]:
         status, body = 200, b""
+        write = self._endpoints[line.url].errors.body
         request_id = uuid.uuid4().hex
         try:
             headers = key_headers(self._server, caller, key)
@@ -171,10 +173,10 @@ class LineRunner:
         except (QueueFull, Unavailable):
             raise
         except RequestError as error:
-            status, body = error.status, msgspec.json.encode(error_object(error))
+            status, body = error.status, msgspec.json.encode(write(error))
         except CANCELLATIONS:
             raise
         except BaseException:
             logger.exception("%s: a line of a batch failed", request_id)
-            status, body = 500, msgspec.json.encode(error_object(UnexpectedError()))
+            status, body = 500, msgspec.json.encode(write(UnexpectedError()))
         return {"status_code": status, "request_id": request_id, "body": msgspec.json.decode(body)}
