@@ -18,7 +18,7 @@ from octavo.errors import CANCELLATIONS
 from octavo.grammar.closing import closed
 from octavo.grammar.exact_numbers import MAX_EXACT, Inexact, parts_of_schema
 from octavo.grammar.forms import WEAKENS, FormError, Part, parts_of, text_of, weakened_in
-from octavo.grammar.subschemas import ANNOTATIONS, Schema, mapped
+from octavo.grammar.subschemas import ANNOTATIONS, Schema, mapped, target_of
 from octavo.grammar.vocabulary import Splitter, Vocabulary
 
 LIMITS = LLParserLimits(
@@ -87,7 +87,9 @@ def _normalised_part(part: Part, place: int) -> list[Part]:
     further: list[Part] = []
     if "schema" in part:
         try:
-            found, *further = parts_of_schema(with_formats(closed(part.pop("schema"))), part.get("name", f"p{place}"))
+            found, *further = parts_of_schema(
+                with_formats(closed(with_names(part.pop("schema")))), part.get("name", f"p{place}")
+            )
         except RecursionError:
             raise GrammarError("is nested too deep") from None
         except (TypeError, ValueError, AttributeError):  # a keyword with a value of another type
@@ -207,6 +209,51 @@ def _with_format(schema: Schema, path: str) -> Schema:
         others = result.get("allOf")
         result["allOf"] = [*(others if isinstance(others, list) else []), {"pattern": pattern}]
     return result
+
+
+def with_names(schema: Any) -> Any:
+    """``schema`` with ``propertyNames`` in the keywords that llguidance knows, where that can be said in them.
+
+    Names of a list become properties, and those of a pattern or a length a pattern of properties.
+    """
+    return mapped(schema, lambda found, _: _with_names(found, schema))
+
+
+def _with_names(schema: Schema, root: Schema) -> Schema:
+    names = schema.get("propertyNames", False)
+    if isinstance(names, dict) and "$ref" in names:
+        names = target_of(root, names["$ref"]) if len(names.keys() - ANNOTATIONS) == 1 else False
+    if isinstance(names, dict):
+        is_any = names.get("type", "string") == "string"
+        names = {key: value for key, value in names.items() if key not in ANNOTATIONS and (key != "type" or not is_any)}
+    result = {key: value for key, value in schema.items() if key != "propertyNames"}
+    others, listed = schema.get("additionalProperties", True), schema.get("properties", {})
+    if names in (True, {}):
+        return result
+    if not isinstance(names, dict) or not isinstance(listed, dict) or "patternProperties" in schema:
+        return schema
+    if (found := _listed_names(names)) is not None:
+        properties = {name: listed.get(name, others) for name in found if name in listed or others is not False}
+        return {**result, "properties": properties, "additionalProperties": False}
+    if listed or (pattern := _name_pattern(names)) is None:
+        return schema
+    return {**result, "patternProperties": {pattern: others}, "additionalProperties": False}
+
+
+def _listed_names(names: Schema) -> list[str] | None:
+    """The only names that ``names`` allows; ``None`` if it does not list them."""
+    found = [names["const"]] if names.keys() == {"const"} else names.get("enum") if names.keys() == {"enum"} else None
+    return [name for name in found if isinstance(name, str)] if isinstance(found, list) else None
+
+
+def _name_pattern(names: Schema) -> str | None:
+    """A pattern for all that ``names`` allows; ``None`` if it says something else."""
+    if names.keys() == {"pattern"} and isinstance(names["pattern"], str):
+        return names["pattern"]
+    least, most = names.get("minLength", 0), names.get("maxLength", "")
+    if names.keys() - {"minLength", "maxLength"} or not isinstance(least, int) or not isinstance(most, int | str):
+        return None
+    return f"^[\\s\\S]{{{least},{most}}}$"
 
 
 _PARTS = re.compile(r"\\.|\[(?:\\.|[^\]\\])*\]|[()|]", re.DOTALL)

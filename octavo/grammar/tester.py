@@ -25,6 +25,7 @@ from octavo.grammar.matchers import (
     make_tokenizer,
     new_mask,
     normalised,
+    with_names,
 )
 from octavo.grammar.subschemas import UNSUPPORTED, Schema, mapped, target_of
 from octavo.grammar.vocabulary import Vocabulary
@@ -172,7 +173,7 @@ class Tester:
         if others or WEAKENS not in part:
             return None
         try:
-            schema, left_out = weaker(part["schema"], self._is_usable)
+            schema, left_out = weaker(with_names(part["schema"]), self._is_usable)
         except (TypeError, ValueError, AttributeError, RecursionError):  # no JSON schema
             return None
         weakened = text_of([{**part, "schema": schema}], [part[WEAKENS] + place for place in left_out])

@@ -97,7 +97,7 @@ def test_a_function_of_bfcl_makes_no_other_unusable() -> None:
     schemas = sorted({json.dumps(as_json_schema(given, types)) for given in functions(package / "data")})
     trial, more = (
         tester.Tester(VOCABULARY),
-        {"uniqueItems": True, "not": {"const": 0}, "propertyNames": {"maxLength": 99}},
+        {"uniqueItems": True, "not": {"const": 0}, "propertyNames": {"format": "email"}},
     )
     for text in schemas[::20]:
         rng, schema = random.Random(text), json.loads(text)

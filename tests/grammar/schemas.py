@@ -129,4 +129,25 @@ def tools() -> list[Schema]:
     return made
 
 
-SCHEMAS = [*SCALARS, *arrays(), *objects(), *combined(), *tools()]
+def names() -> list[Schema]:
+    """Objects whose names are bound, as zod's records and pydantic's dictionaries of an enumeration are."""
+    digits: Schema = {"type": "object", "additionalProperties": {"type": "integer", "minimum": 0, "maximum": 9}}
+    first_two = {"a": {"type": "boolean"}, "b": {"type": "boolean"}}
+    return [
+        {**digits, "propertyNames": {"type": "string"}},
+        {**digits, "propertyNames": {"type": "string", "enum": ["a", "b"]}, "required": ["a", "b"]},
+        {**digits, "propertyNames": {"const": "a"}},
+        {**digits, "propertyNames": {"$ref": "#/$defs/k"}, "$defs": {"k": {"enum": ["x", "y"], "title": "K"}}},
+        {**digits, "propertyNames": {"pattern": "^k[0-9]$"}, "maxProperties": 3},
+        {**digits, "propertyNames": {"minLength": 1, "maxLength": 3}, "minProperties": 1, "maxProperties": 1},
+        {
+            "type": "object",
+            "properties": first_two,
+            "propertyNames": {"enum": ["a", "c"]},
+            "additionalProperties": False,
+        },
+        {"allOf": [{"properties": first_two, "required": ["a"]}, {"propertyNames": {"pattern": "^[ab]$"}}]},
+    ]
+
+
+SCHEMAS = [*SCALARS, *arrays(), *objects(), *combined(), *tools(), *names()]
