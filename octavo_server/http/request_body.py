@@ -133,6 +133,14 @@ SCHEMA_FIELDS = frozenset(
 ) | {"response_format", "sampling_params", "structured_outputs", "text", "tools"}
 """Fields that may hold a JSON schema, whose numbers must not be rounded."""
 
+NO_FORM: dict[str, tuple[bytes, ...]] = {
+    **dict.fromkeys(("ebnf", "grammar", "json_schema", "output_format", "regex", "response_format"), (b"false", b"[]")),
+    **dict.fromkeys(("guided_grammar", "guided_json", "guided_regex", "structured_outputs"), (b"false", b"[]")),
+    "guided_choice": (b"false",),  # an empty list of choices is a mistake
+}
+"""Values that count as absent, although of another type, of the fields with the form of an answer: nobody asks for
+one."""
+
 GATHERED = "sampling"
 """Field of bodies with the values of options."""
 
@@ -202,6 +210,8 @@ class BodyDecoder(Generic[T]):
             if name in self.refused:
                 if _asks(_decode(name, raw, _any_value), self.refused[name]):
                     raise UnsupportedParameter(name)
+            elif bytes(raw) in NO_FORM.get(name, ()):
+                continue
             elif decoder is not None:
                 value = _decode(name, raw, decoder)
                 if value is not None:

@@ -358,7 +358,7 @@ def _json_schema(given: Any) -> GrammarSource:
 
 def _structured_outputs(given: Mapping[str, Any]) -> Iterator[Constraint]:
     for name, value in given.items():
-        if value is None or value is False:
+        if value is None or value is False or (value == [] and name != "choice"):
             continue
         where = f"structured_outputs.{name}"
         if name not in STRUCTURED_KINDS:

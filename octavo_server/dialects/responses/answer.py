@@ -22,7 +22,8 @@ from octavo_server.http.sse import EventStream
 def begun(body: ResponseBody, model: str, sampling_defaults: Mapping[str, float], is_parallel: bool) -> dict[str, Any]:
     """The response object at the start; it echoes the request's fields, with the defaults that were chosen for absent
     ones."""
-    chosen = {"temperature": 1.0, "top_p": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0, **sampling_defaults}
+    chosen = {"temperature": 1.0, "top_p": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
+    chosen |= {**sampling_defaults, **body.sampling}
     return {
         "id": f"resp_{uuid.uuid4().hex}",
         "object": "response",

@@ -11,7 +11,7 @@ from octavo.sampling_params import MAX_LOGPROBS
 from octavo_server.dialects.chat_reply import FieldNames, Translated
 from octavo_server.dialects.history import LeftOut
 from octavo_server.dialects.openai.chat import IGNORED_IN_CHAT, ChatBody, effort, refused_elsewhere
-from octavo_server.dialects.openai.fields import check_max_tokens, sampling
+from octavo_server.dialects.openai.fields import SAMPLING, RepetitionDetectionFields, check_max_tokens, sampling
 from octavo_server.dialects.responses.items import ItemMessages
 from octavo_server.dialects.responses.tools import Item, chat_choice, offered_tools
 from octavo_server.http.errors import UnsupportedParameter
@@ -38,9 +38,10 @@ INCLUDED = ("reasoning.encrypted_content",)
 """Values of ``include`` without effect, as reasoning is returned unencrypted. Others ask about tools of a server."""
 SAME = (
     *("model", "parallel_tool_calls", "stream", "prompt_cache_key", "prompt_cache_retention", "session_id", "user"),
-    *("timeout", "priority", "cache_salt", "return_token_ids"),
+    *("timeout", "priority", "cache_salt", "return_token_ids", "stop", "stop_token_ids", "bad_words", "logit_bias"),
+    *("allowed_token_ids", "skip_special_tokens", "repetition_detection", "structured_outputs", "chat_template_kwargs"),
 )
-"""Fields that chat completions have as well."""
+"""Fields that chat completions have as well, of which OpenAI's responses have the first line; others are vLLM's."""
 NAMES = {
     "messages": "input",
     "max_tokens": "max_output_tokens",
@@ -116,6 +117,17 @@ class ResponseBody(msgspec.Struct, kw_only=True):
     priority: int = 0
     cache_salt: str = ""
     return_token_ids: bool = False
+    sampling: dict[str, Any] = {}
+    """Options that are given, besides ``temperature`` and ``top_p``."""
+    stop: str | list[str] = []
+    stop_token_ids: list[int] = []
+    bad_words: list[str] = []
+    allowed_token_ids: list[int] | None = None
+    logit_bias: dict[str, float] = {}
+    skip_special_tokens: bool = True
+    repetition_detection: RepetitionDetectionFields | None = None
+    structured_outputs: dict[str, Any] | None = None
+    chat_template_kwargs: dict[str, Any] = {}
 
     @property
     def conversation_id(self) -> str | None:
@@ -123,14 +135,18 @@ class ResponseBody(msgspec.Struct, kw_only=True):
         return named.id if isinstance(named, ConversationName) else named
 
 
-decoder = BodyDecoder(ResponseBody, refused_elsewhere(ResponseBody, ACCEPTED) | REFUSED, ACCEPTED, IGNORED)
+OPTIONS = {name: option for name, option in SAMPLING.items() if name not in ("temperature", "top_p")}
+decoder = BodyDecoder(
+    ResponseBody, refused_elsewhere(ResponseBody, ACCEPTED | set(OPTIONS)) | REFUSED, ACCEPTED, IGNORED, OPTIONS
+)
 
 
 def without_effect(body: ResponseBody, services: ModelServices) -> list[str]:
     """Fields that are ignored in this request."""
     named = [] if effort(body.reasoning.effort, services) is not None else ["reasoning.effort"]
-    if body.reasoning.max_tokens is not None and not services.message_format.can_reason:
-        named.append("reasoning.max_tokens")
+    if not services.message_format.can_reason:
+        named += ["reasoning.max_tokens"] if body.reasoning.max_tokens is not None else []
+        named += ["thinking_token_budget"] if "thinking_token_budget" in body.sampling else []
     named += [f"include.{name}" for name in body.include if name not in INCLUDED]
     if body.stream_options is not None and body.stream_options.include_obfuscation:
         named.append("stream_options.include_obfuscation")
@@ -174,9 +190,8 @@ def translated(body: ResponseBody, history: list[Item], num_earlier: int = 0, ta
     chat = ChatBody(
         messages=messages,
         max_tokens=body.max_output_tokens,
-        sampling=sampling(
-            temperature=body.temperature, top_p=body.top_p, thinking_token_budget=body.reasoning.max_tokens
-        ),
+        sampling=body.sampling
+        | sampling(temperature=body.temperature, top_p=body.top_p, thinking_token_budget=body.reasoning.max_tokens),
         tools=[tool.for_chat() for tool in tools],
         tool_choice=chat_choice(body.tool_choice, tools, len(body.tools)),
         response_format=_format(body.text.format),
@@ -184,7 +199,8 @@ def translated(body: ResponseBody, history: list[Item], num_earlier: int = 0, ta
         **{name: getattr(body, name) for name in SAME},
     )
     list_places = {"messages": places, "tools": [tool.place for tool in tools]}
-    return Translated(chat, FieldNames(NAMES, list_places, TOOL_MEMBERS), left_out.names)
+    names = {name: own for name, own in NAMES.items() if name not in body.sampling}
+    return Translated(chat, FieldNames(names, list_places, TOOL_MEMBERS), left_out.names)
 
 
 def _format(given: dict[str, Any] | None) -> dict[str, Any] | None:

@@ -163,8 +163,10 @@ def _background(request: Request) -> BackgroundResponses:
 RESPONSE = Dialect(decoder, _translate, without_effect)
 ENDPOINTS = [
     RESPONSE.endpoint(PATH, "Answer a conversation, and keep the answer", "create_response"),
-    Endpoint("POST", PATH + "/input_tokens", count_tokens, "Count the tokens of a conversation", ResponseBody),
-    Endpoint("POST", PATH + "/render", render_response, "A conversation as token ids to generate from", ResponseBody),
+    Endpoint("POST", PATH + "/input_tokens", count_tokens, "Count the tokens of a conversation", decoder.documented),
+    Endpoint(
+        "POST", PATH + "/render", render_response, "A conversation as token ids to generate from", decoder.documented
+    ),
     Endpoint("GET", PATH + "/{response_id}", retrieve_response, "A response that was kept, whole or as a stream"),
     Endpoint("DELETE", PATH + "/{response_id}", delete_response, "Forget a response"),
     Endpoint("GET", PATH + "/{response_id}/input_items", list_input_items, "The items that a response follows"),

@@ -112,6 +112,24 @@ def test_every_way_to_ask_binds_the_answer(writer: Served, fields: dict[str, Any
             check(kind, text)
 
 
+NO_FORM = (
+    *({name: value} for name in ("regex", "ebnf", "grammar", "json_schema") for value in (False, [], None, "")),
+    *({f"guided_{kind}": value} for kind in ("json", "regex", "grammar", "json_object") for value in (False, None)),
+    *({f"guided_{kind}": []} for kind in ("json", "regex", "grammar")),
+    *({name: value} for name in ("response_format", "structured_outputs") for value in (False, [], None)),
+    *({"structured_outputs": {kind: value}} for kind in ("json", "regex") for value in (False, [], None)),
+    {"guided_choice": False},
+)
+
+
+def test_what_asks_for_no_form_has_no_effect(serve_app: Any) -> None:
+    served = serve_app()
+    for fields in NO_FORM:
+        response = served.chat(max_tokens=1, **fields)
+        assert (response.status_code, served.engine.requests[-1].params.grammar) == (200, None), (fields, response.text)
+        assert "x-octavo-unknown-fields" not in response.headers
+
+
 def test_text_asks_for_nothing(serve_app: Any) -> None:
     served = serve_app()
     neutral: dict[str, Any] = {"grammar": "", "regex": "", "ebnf": "", "json_schema": ""}

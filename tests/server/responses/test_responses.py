@@ -306,10 +306,26 @@ def test_what_a_job_does_not_foresee_ends_the_response(serve_app: Any, monkeypat
     assert "secret" not in json.dumps(ended)
 
 
+def test_sampling_is_that_of_chat_completions(serve_app: Any) -> None:
+    served = serve_app()
+    more = {"top_k": 5, "min_p": 0.1, "seed": 3, "repetition_penalty": 1.5, "presence_penalty": 0.5, "top_p": 0.75}
+    response = post(served, **more, stop=["zz"], logit_bias={"65": 2}, include_stop_str_in_output=True)
+    assert (response.status_code, response.headers.get("x-octavo-unknown-fields")) == (200, None), response.text
+    answer, params = response.json(), served.engine.requests[-1].params
+    assert {name: getattr(params, name) for name in more} == more
+    assert (params.stop, params.logit_bias, params.include_stop_str_in_output) == (("zz",), {65: 2.0}, True)
+    assert (answer["presence_penalty"], answer["frequency_penalty"], answer["top_p"]) == (0.5, 0, 0.75)
+    assert post(served, structured_outputs={"choice": ["Yes"]}).status_code == 200
+    assert "Yes" in (served.engine.requests[-1].params.grammar or "")
+
+
 @pytest.mark.parametrize(
     ("body", "param"),
     [
         ({"input": []}, "input"),
+        ({"top_k": -2}, "top_k"),
+        ({"n": 2}, "n"),
+        ({"text": {"format": {"type": "json_object"}}, "structured_outputs": {"regex": "a"}}, "structured_outputs"),
         ({"priority": 1}, "priority"),
         ({"cache_salt": "x" * 257}, "cache_salt"),
         ({"input": 7}, "input"),
