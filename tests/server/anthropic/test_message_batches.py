@@ -45,7 +45,7 @@ def results(served: Served, id: str) -> dict[str, Any]:
 
 def test_a_batch_of_messages(server: Served) -> None:
     api = client(server).messages.batches
-    bad = {"custom_id": "bad", "params": {"max_tokens": 0, "messages": MESSAGES}}
+    bad: Any = {"custom_id": "bad", "params": {"max_tokens": 0, "messages": MESSAGES}}
     begun = api.create(requests=[*requests(5), bad])
     assert (begun.type, begun.results_url is None) == ("message_batch", begun.processing_status != "ended")
     assert begun.request_counts.processing + begun.request_counts.succeeded + begun.request_counts.errored == 6
