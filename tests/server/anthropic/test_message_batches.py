@@ -40,7 +40,8 @@ def until_ended(served: Served, id: str) -> Any:
 
 
 def results(served: Served, id: str) -> dict[str, Any]:
-    return {each.custom_id: each.result for each in client(served).messages.batches.results(id)}
+    api = client(served)  # which must live while the results are read
+    return {each.custom_id: each.result for each in api.messages.batches.results(id)}
 
 
 def test_a_batch_of_messages(server: Served) -> None:
