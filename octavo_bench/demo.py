@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass
 
 from octavo.cache.kv_cache import KVCache
@@ -11,7 +10,6 @@ from octavo.engine.engine import Engine
 from octavo.engine.scheduler import Scheduler
 from octavo.sampling_params import SamplingParams
 from octavo.types import Request
-from octavo_bench.synthetic import Tally
 from octavo_fleet.backends.toy_models import WORDS, FakeRunner, NextByFormula, NextByHash
 
 PROMPTS = {
@@ -52,9 +50,6 @@ class Demo:
         self.engine = Engine(scheduler, runner)
         self.tokens: dict[int, list[int]] = {}
         self.num_steps = 0
-        self.tally = Tally()
-        self.ended_ms: list[float] = []
-        self._started = time.perf_counter()
         for number, (prompt, max_tokens) in enumerate(PROMPTS.values()):
             self.tokens[number] = []
             self.engine.add(Request(number, prompt, SamplingParams(max_tokens=max_tokens), max_tokens))
@@ -69,12 +64,8 @@ class Demo:
 
     def step(self) -> str:
         """Run a step; returns its line."""
-        started = time.perf_counter()
         outputs = self.engine.step()
-        now = time.perf_counter()
         self.num_steps += 1
-        self.tally.note(self.engine.scheduler.cache, len(self.engine.last_plan), now - started, True)
-        self.ended_ms += [1e3 * (now - self._started) for output in outputs if output.finish_reason is not None]
         computed = [f"{self.names[item.seq.id]}:{len(item.tokens)}" for item in self.engine.last_plan]
         given = []
         for output in outputs:
@@ -87,20 +78,6 @@ class Demo:
         num_free = stats.num_blocks - stats.num_used_blocks - stats.num_cached_blocks
         blocks = f"{stats.num_used_blocks}/{stats.num_cached_blocks}/{num_free}"
         return _line([str(self.num_steps), *(", ".join(part) or "-" for part in (computed, given, waiting)), blocks])
-
-    def metrics(self) -> dict[str, float]:
-        """Figures of the run, as of ``octavo bench synthetic``."""
-        tally, seconds = self.tally, sum(self.tally.step_ms) / 1e3
-        return {
-            "completed_requests": len(self.ended_ms),
-            "step_count": self.num_steps,
-            "p99_latency_ms": max(self.ended_ms),
-            "token_throughput_tps": self.engine.stats().num_output_tokens / seconds,
-            "max_batch_size_seen": max(tally.batch_sizes),
-            "peak_memory_utilization": max(tally.utilization),
-            "peak_internal_fragmentation_ratio": max(tally.internal),
-            "peak_external_fragmentation_ratio": max(tally.external),
-        }
 
     def results(self) -> str:
         """What each request got."""

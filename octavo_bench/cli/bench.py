@@ -30,7 +30,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     _add_engine_runs(kinds)
     _add_kernels(kinds)
     _add_surroundings(kinds)
-    _add_deciding(kinds)
     tools.add_kinds(kinds)
     _add_ablation(kinds)
     _add_speculate(kinds)
@@ -139,8 +138,11 @@ def _add_surroundings(kinds: Any) -> None:
     help = "the engine's own time per step, with an instant runner"
     overhead = add_kind(kinds, "overhead", help, "overhead.measure")
     overhead.add_argument("--sequences", type=numbers, default=[1, 64, 256])
-    overhead.add_argument("--prompt", type=positive, default=256)
+    overhead.add_argument("--prompt", type=positive, default=256, help="prompt tokens of each")
     overhead.add_argument("--steps", type=positive, default=500)
+    overhead.add_argument("--policies", nargs="+", choices=POLICY_NAMES, default=["fcfs"])
+    overhead.add_argument("--waiting", type=at_least_0, default=0, help="more sequences, which wait meanwhile")
+    overhead.add_argument("--seen", nargs="+", type=at_least_0, default=[0], help="requests that came and went before")
 
     front = add_kind(kinds, "front", "processor time of the front process per streamed token", "front.measure")
     front.add_argument("--streams", type=numbers, default=[16, 64])
@@ -155,31 +157,6 @@ def _add_surroundings(kinds: Any) -> None:
     front.add_argument("--vllm", metavar="PYTHON", help="an interpreter with vLLM, whose server is measured in turns")
 
     peer.add_first_minute(kinds)
-
-
-def _add_deciding(kinds: Any) -> None:
-    """Measurements of the deciding half alone, over models that cost nothing."""
-    synthetic = add_kind(kinds, "synthetic", "many short requests over a model that costs nothing", "synthetic.run")
-    for flag, default in (("requests", 1000), ("max-batch-size", 32), ("prefill-budget", 512)):
-        synthetic.add_argument(f"--{flag}", type=positive, default=default)
-    for flag, default in (("min-prompt", 4), ("max-prompt", 96), ("min-new", 4), ("max-new", 24)):
-        synthetic.add_argument(f"--{flag}", type=positive, default=default, help="tokens")
-    for flag, default in (("block-size", 16), ("cache-blocks", 4096)):
-        synthetic.add_argument(f"--{flag}", type=positive, default=default)
-    synthetic.add_argument("--seed", type=int, default=7)
-    synthetic.add_argument("--policy", choices=POLICY_NAMES, default="fcfs")
-    synthetic.add_argument("--external", action="store_true", help="also external fragmentation, which takes time")
-
-    help = "time of a step while thousands wait, and after a million requests"
-    waiting = add_kind(kinds, "waiting", help, "overhead.waiting")
-    waiting.add_argument("--policies", nargs="+", choices=POLICY_NAMES, default=POLICY_NAMES)
-    waiting.add_argument("--running", type=positive, default=256)
-    waiting.add_argument("--waiting", type=positive, default=10_000)
-    waiting.add_argument("--seen", nargs="+", type=at_least_0, default=[0], help="requests that came and went before")
-
-    help = "what a tenant gets while another floods, under each policy"
-    fairness = add_kind(kinds, "fairness", help, "fairness.run")
-    fairness.add_argument("--policies", nargs="+", choices=POLICY_NAMES, default=["fcfs", "fair"])
 
 
 def _add_ablation(kinds: Any) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 from dataclasses import fields
 
 from octavo.cli.settings import positive
@@ -25,7 +24,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--num-kv-blocks", "--cache-blocks", type=positive, default=10, help="blocks in the KV cache")
     parser.add_argument("--block-size", type=positive, default=4, help="tokens in a block")
     parser.add_argument("--scheduling-policy", choices=POLICY_NAMES, default="fcfs", help="who is served first")
-    parser.add_argument("--json", action="store_true", help="print the figures of the run as JSON, and no steps")
     parser.add_argument("--words", action="store_true", help="a model that says words instead of numbers")
 
 
@@ -35,12 +33,8 @@ def run(args: argparse.Namespace) -> int:
 
     sizes = {item.name: getattr(args, item.name) for item in fields(DemoSizes)}
     demo = Demo(DemoSizes(**sizes), args.words)
-    lines = [demo.head(), *iter(lambda: demo.step() if demo.has_work else "", "")]
-    metrics = demo.metrics()
-    if args.json:
-        print(json.dumps(metrics, indent=2))
-        return 0
-    print("\n".join([*lines, "", demo.results()]))
-    shown = {name: f"{value:.4g}" for name, value in metrics.items() if name.startswith(("p99", "token", "peak"))}
-    print("metrics: " + ", ".join(f"{name}={value}" for name, value in shown.items()))
+    print(demo.head())
+    while demo.has_work:
+        print(demo.step())
+    print("\n" + demo.results())
     return 0

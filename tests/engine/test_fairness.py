@@ -11,7 +11,7 @@ from octavo.config import OWNERS, POLICY_NAMES, SchedulerSettings
 from octavo.errors import ConfigError
 from octavo.sampling_params import SamplingParams
 from octavo.types import Request
-from octavo_bench.fairness import (
+from tests.engine.floods import (
     COST,
     FLOOD,
     FLOOD_OF_LONG_PROMPTS,
@@ -22,8 +22,8 @@ from octavo_bench.fairness import (
     serve,
     share_of,
 )
-from octavo_bench.virtual import VirtualEngine
 from tests.engine.making import make_engine, make_request, planned, run_to_end
+from tests.engine.virtual import VirtualEngine
 from tests.tiers import nightly_after, one_in
 
 

@@ -12,8 +12,8 @@ from octavo.config import SchedulerSettings
 from octavo.engine.step_budget import LEAST_CHUNK
 from octavo.sampling_params import SamplingParams
 from octavo.types import Plan, Request
-from octavo_bench.virtual import StepCost, VirtualEngine
 from tests.engine.making import make_engine, make_request, planned
+from tests.engine.virtual import StepCost, VirtualEngine
 from tests.tiers import one_in
 
 

@@ -16,7 +16,7 @@ from octavo.engine.step_budget import FULL_ROWS, NUM_FIRST_TRIALS, STEPS_BETWEEN
 from octavo.engine.step_model import StepModel, StepWork, work_of
 from octavo.sampling_params import SamplingParams
 from octavo.types import Plan, Request, Scheduled, Sequence
-from octavo_bench.virtual import StepCost, VirtualEngine, VirtualProgress
+from tests.engine.virtual import StepCost, VirtualEngine, VirtualProgress
 
 MOST = 2048
 

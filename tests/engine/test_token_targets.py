@@ -7,9 +7,9 @@ import pytest
 from octavo.config import SchedulerSettings
 from octavo.sampling_params import SamplingParams
 from octavo.types import Request
-from octavo_bench.virtual import StepCost, VirtualEngine, VirtualProgress
 from tests.engine.making import make_engine, make_request
 from tests.engine.test_max_itl import RoughCost
+from tests.engine.virtual import StepCost, VirtualEngine, VirtualProgress
 from tests.tiers import one_in
 
 EVEN = StepCost()

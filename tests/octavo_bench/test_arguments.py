@@ -26,8 +26,6 @@ PEER = "bench peer tiny --engine vllm --python /nowhere"
         ("bench quality tiny --quantization int4", "--quantization: name each format to compare in --formats"),
         ("bench serve http://127.0.0.1:1 --search --csv rows.csv", "--csv: has no effect on --search"),
         ("bench serve http://127.0.0.1:1 --clients 3", "--clients: is for --search"),
-        ("bench synthetic --max-batch-size 0", "--max-batch-size: must be at least 1"),
-        ("bench synthetic --min-prompt 10 --max-prompt 5", "--min-prompt: must be at most --max-prompt"),
         ("bench throughput tiny --values 1,2", "vary: needs --values, and these need --vary"),
         ("bench throughput tiny --num-prompts 0", "--num-prompts: must be at least 1"),
         ("bench throughput tiny --vary input_len --values abc", "values: input_len must be integers of at least 1"),

@@ -21,7 +21,7 @@ from octavo.errors import ConfigError
 from octavo.types import Masks, Plan, Sampled
 from octavo_bench.dummy_models import write_model
 from octavo_bench.offline import build_prepared, random_requests, time_decode, time_prefill
-from octavo_bench.overhead import InstantStep, build_instant_engine, decode_step_milliseconds
+from octavo_bench.overhead import InstantStep, build_instant_engine, step_milliseconds
 from octavo_bench.report import beside
 from tests.models.encoder_families import make_encoder
 
@@ -53,7 +53,7 @@ def test_overhead(measured: Measure, tmp_path: Path) -> None:
 
 
 def test_every_timed_step_decodes_every_sequence() -> None:
-    assert len(decode_step_milliseconds(4, prompt=40, steps=10)) == 10
+    assert len(step_milliseconds(4, prompt=40, steps=10)) == 10
     engine = build_instant_engine(2, tokens=64)
     assert not engine.has_work
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import statistics
+
 import pytest
 import torch
 
@@ -9,8 +11,7 @@ from octavo.cli import main
 from octavo.config import POLICY_NAMES
 from octavo.types import Sequence
 from octavo_bench.demo import PROMPTS, Demo, DemoSizes
-from octavo_bench.overhead import measure_waiting
-from octavo_bench.synthetic import SyntheticWork, external_fragmentation, run
+from octavo_bench.overhead import step_milliseconds
 from octavo_fleet.backends.toy_models import WORDS, NextByFormula, highest_wave
 from tests.engine.making import make_request
 from tests.tiers import one_in
@@ -58,41 +59,10 @@ def test_the_words_are_those_of_the_original_arithmetic() -> None:
             assert highest_wave(frequency, step) == int(torch.argmax(torch.sin(n * frequency) + torch.cos(n + step)))
 
 
-def test_the_golden_run() -> None:
-    """Tokens and steps are the other's to the last. Its prompts may not use what decoding leaves of the budget, so
-    that 451 steps hold 13,907 of its items and 13,906 of ours; and it takes blocks in another order."""
-    figures = run(SyntheticWork(), external=True)
-    assert figures["completed_requests"] == 1000
-    assert figures["total_generated_tokens"] == 13_904
-    assert figures["total_prefill_tokens"] == 50_467
-    assert figures["step_count"] == 451
-    assert figures["max_batch_size_seen"] == 32
-    assert figures["avg_batch_size"] == pytest.approx(30.836, abs=0.005)
-    assert figures["peak_memory_utilization"] == pytest.approx(0.0332, abs=0.0002)
-    assert figures["avg_internal_fragmentation_ratio"] == pytest.approx(0.11463, abs=0.0005)
-    assert figures["peak_internal_fragmentation_ratio"] <= 0.21
-    assert figures["peak_external_fragmentation_ratio"] <= 0.507
-
-
-@pytest.mark.parametrize("policy", POLICY_NAMES)
-def test_tokens_do_not_depend_on_the_policy(policy: str) -> None:
-    """Nor on preemption: the smaller cache has room for a few sequences only."""
-    reference = run(SyntheticWork(requests=60))
-    small = run(SyntheticWork(requests=60, policy=policy, cache_blocks=14))
-    assert small["completed_requests"] == 60
-    assert small["total_generated_tokens"] == reference["total_generated_tokens"]
-
-
-def test_external_fragmentation() -> None:
-    assert external_fragmentation([]) == 0
-    assert external_fragmentation([3, 1, 2]) == 0
-    assert external_fragmentation([1, 2, 5, 9]) == 0.5
-
-
 @pytest.mark.timing
 def test_the_time_of_a_step_does_not_grow_with_the_requests() -> None:
-    def typical(requests: int) -> float:
-        return float(run(SyntheticWork(requests=requests))["p50_step_duration_ms"])
+    def typical(num_seen: int) -> float:
+        return statistics.median(step_milliseconds(32, 16, 200, num_seen=num_seen))
 
     twice = 2 * min(typical(500) for _ in range(4))
     assert undisturbed(lambda: typical(4000), twice) < twice
@@ -104,9 +74,6 @@ def test_a_step_of_256_with_10_000_waiting_takes_less_than_a_millisecond(policy:
     """It takes about 0.4 ms, and more than twice that on a core whose other half is at work."""
 
     def milliseconds() -> float:
-        row = measure_waiting(policy, 256, 10_000, 0, steps=60)
-        assert row["running"] == 256
-        assert row["waiting"] >= 9_000
-        return float(row["step_ms"]["min"])
+        return min(step_milliseconds(256, 16, 60, policy, num_waiting=10_000))
 
     assert undisturbed(milliseconds, 1.0) < 1.0

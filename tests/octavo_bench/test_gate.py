@@ -113,7 +113,7 @@ def test_a_measurement_ends_with_the_gate(tmp_path: Path, capsys: pytest.Capture
     assert main([*arguments, "--output", str(baseline)]) == 0
     gate = ["--baseline", str(baseline), "--gate", "step_ms"]
     assert main([*arguments, *gate, "--fail-under", "0.0001", "--output", str(output)]) == 0
-    assert "sequences 2, prompt 256, step_ms" in capsys.readouterr().err
+    assert "sequences 2, prompt 256, fcfs, waiting 0, seen 0, step_ms" in capsys.readouterr().err
     doctored = json.loads(baseline.read_text())
     doctored["result"]["rows"][0]["step_ms"]["median"] = 1e-9
     doctored["machine"]["cores"] = 4711
@@ -138,7 +138,7 @@ def test_a_measurement_ends_with_the_gate(tmp_path: Path, capsys: pytest.Capture
 def test_mistakes_are_found_before_the_measurement(
     flags: list[str], said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("octavo_bench.overhead.measure", lambda sequences, prompt, steps: pytest.fail("measured"))
+    monkeypatch.setattr("octavo_bench.overhead.measure", lambda **given: pytest.fail("measured"))
     assert main(["bench", "overhead", *flags]) == 2
     assert said in capsys.readouterr().err
 

@@ -14,7 +14,6 @@ from octavo.config import EngineConfig, SchedulerSettings
 from octavo.engine.step_model import StepWork
 from octavo.errors import ConfigError
 from octavo.steps.limits import StateSize
-from octavo_bench.virtual import StepCost, VirtualEngine
 from octavo_fleet.sim.clock import START
 from octavo_fleet.sim.cost_model import CostModel
 from octavo_fleet.sim.events import Transfer
@@ -24,6 +23,7 @@ from octavo_fleet.sim.report import LatencyTargets, Ledger
 from octavo_fleet.sim.setup import SimulationSpec
 from octavo_fleet.sim.simulate import Fleet, Simulation
 from octavo_fleet.sim.workloads import PROFILES, ClosedLoop, Sessions
+from tests.engine.virtual import StepCost, VirtualEngine
 from tests.tiers import one_in
 
 ANYTHING = LatencyTargets()

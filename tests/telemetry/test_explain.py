@@ -11,8 +11,8 @@ from octavo.sampling_params import SamplingParams
 from octavo.telemetry.events import MAX_EVENTS, Event, EventLog
 from octavo.telemetry.explain import as_text, explain
 from octavo.types import EngineStats, Request
-from octavo_bench.virtual import StepCost, VirtualEngine
 from tests.engine.making import make_engine, make_request, run_to_end
+from tests.engine.virtual import StepCost, VirtualEngine
 from tests.oracle import Trouble
 
 STEP = 0.01

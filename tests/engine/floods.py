@@ -12,7 +12,7 @@ from typing import Any
 from octavo.config import SchedulerSettings
 from octavo.sampling_params import SamplingParams
 from octavo.types import Request
-from octavo_bench.virtual import StepCost, VirtualEngine, VirtualProgress
+from tests.engine.virtual import StepCost, VirtualEngine, VirtualProgress
 
 SECONDS = 20.0
 START = 1.0
@@ -88,9 +88,3 @@ def _row(name: str, engine: VirtualEngine) -> dict[str, Any]:
         "all_tokens_per_second": round(total / SECONDS, 1),
         "preemptions": engine.engine.stats().num_preemptions,
     }
-
-
-def run(policies: Sequence[str]) -> dict[str, Any]:
-    """``measure`` for floods of both kinds."""
-    long_prompts = measure(policies, FLOOD_OF_LONG_PROMPTS, max_itl=0.01)
-    return {"short_prompts": measure(policies), "long_prompts": long_prompts}
