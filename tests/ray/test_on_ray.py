@@ -22,9 +22,9 @@ import pytest
 ray = pytest.importorskip("ray")
 serve = pytest.importorskip("ray.serve")
 
-from octavo_bench.fleet_on_ray import ConversationShape, converse  # noqa: E402
 from octavo_fleet.ray import build_app  # noqa: E402
 from tests.models.families import make_checkpoint  # noqa: E402
+from tests.ray.conversations import ConversationShape, converse  # noqa: E402
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from octavo_bench.fleet_on_ray import Conversations, ConversationShape
+from tests.ray.conversations import Conversations, ConversationShape
 
 SHAPE = ConversationShape(num_clients=3, conversations_each=2, turns=4, first=100, more=10, answer=5, pause=2.0)
 
