@@ -1,17 +1,19 @@
-"""Command R (Cohere), R7B and A (Cohere 2), and Cohere 2 with experts.
+"""Command R (Cohere), R7B and A (Cohere 2), Cohere 2 with experts, and Compass, the text part of North Micro Vision.
 
 Attention and the feed-forward layer have the same normalised input. Norms are LayerNorms without bias, rotated pairs
-are adjacent. Cohere 2 has windows in three of four layers, and no positions in the fourth.
+are adjacent, but for Compass. Cohere 2 has windows in three of four layers, and no positions in the fourth; in Compass,
+kinds of layers have rotary embeddings of their own, or none.
 """
 
 from __future__ import annotations
 
 import dataclasses
 
-from octavo.models.config import ACTIVATIONS, SLIDING, read_layer_types
+from octavo.models.config import ACTIVATIONS, SLIDING, architecture, read_layer_types
 from octavo.models.config_keys import ConfigKeys
 from octavo.models.decoder import Decoder, read_decoder
 from octavo.models.moe import read_dense_first, read_experts
+from octavo.models.multimodal_text import plain_rope
 from octavo.models.parts import DecoderConfig, ExpertsPart, HeadNorm, MLPPart, Names, NormPart
 from octavo.ops.moe import Routing
 
@@ -47,6 +49,26 @@ class Cohere2ForCausalLM(Decoder):
             windows=(types, keys.size("sliding_window", 4096)),
         )  # fmt: skip
         return with_scale(keys, config).with_attention(rope=[0 if kind == SLIDING else None for kind in types])
+
+
+class CohereCompassForCausalLM(Decoder):
+    @classmethod
+    def read_config(cls, keys: ConfigKeys, max_len: int | None) -> DecoderConfig:
+        types, given = read_layer_types(keys), keys.get("rope_parameters")
+        by_type = given if isinstance(given, dict) and not set(types).isdisjoint(given) else dict.fromkeys(types, given)
+        turning = {kind: plain_rope(by_type[kind]) for kind in dict.fromkeys(types) if by_type.get(kind) is not None}
+        config = read_decoder(
+            keys, max_len, tied=True, eps=1e-5, eps_key="layer_norm_eps", names=PARALLEL, norm=NORM, mlp_bias=False,
+            windows=(types, keys.size("sliding_window", 4096) if SLIDING in types else None), rope={},
+        )  # fmt: skip
+        if architecture(keys).endswith("ForSequenceClassification"):
+            keys.must_be({"pooling": ("eos",)})
+        keys.pass_over("pooling", "sliding_window")
+        ropes = tuple(config.rope({"rope_theta": 10_000.0, **own}, max_len) for own in turning.values())
+        scale = 1.0 if keys.get("logit_scale") is None else keys.number("logit_scale")
+        config = dataclasses.replace(config, ropes=ropes, is_parallel=True, logit_scale=scale)
+        places = {kind: i for i, kind in enumerate(turning)}
+        return config.with_attention(rope=[places.get(kind) for kind in types])
 
 
 class Cohere2MoeForCausalLM(Decoder):

@@ -68,7 +68,7 @@ OWN_KEYS: dict[str, dict[str, Any]] = {
     "Gemma3nForCausalLM": {"num_kv_shared_layers": 4},
     **{
         name: {"num_hidden_layers": 2, "layer_types": [SLIDING, FULL]}
-        for name in ("LagunaForCausalLM", "MellumForCausalLM")
+        for name in ("CohereCompassForCausalLM", "LagunaForCausalLM", "MellumForCausalLM")
     },
     "Step3p5ForCausalLM": {"num_hidden_layers": 2, "layer_types": [SLIDING, FULL], "moe_layers_enum": "1"},
     "BailingHybridForCausalLM": {"num_hidden_layers": 2, "layer_types": [LINEAR, FULL], "first_k_dense_replace": 1},

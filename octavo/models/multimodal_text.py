@@ -50,6 +50,7 @@ PADDLE = {
 }
 TEXT_MODELS: dict[str, tuple[str, Mapping[str, Any]]] = {
     "cohere2": ("Cohere2ForCausalLM", {}),
+    "cohere_compass_text": ("CohereCompassForCausalLM", {}),
     "deepseek": ("DeepseekForCausalLM", {}),
     "deepseek_ocr2_text": ("DeepseekForCausalLM", {}),
     "deepseek_v2": ("DeepseekV2ForCausalLM", {}),
@@ -110,6 +111,7 @@ TEXT_PARTS: dict[str, str] = {
     "AyaVisionForConditionalGeneration": "cohere2",
     "AudioFlamingo3ForConditionalGeneration": "qwen2",
     "Cohere2VisionForConditionalGeneration": "cohere2",
+    "CohereCompassForConditionalGeneration": "cohere_compass_text",
     "Exaone4_5_ForConditionalGeneration": "exaone4",
     "GlmAsrForConditionalGeneration": "llama",
     "Glm4vMoeForConditionalGeneration": "glm4v_moe_text",
@@ -228,7 +230,7 @@ def text_config(values: Mapping[str, Any]) -> Mapping[str, Any]:
             del given[key]
     for key in ("rope_scaling", "rope_parameters"):
         if isinstance(given.get(key), Mapping):
-            given[key] = _plain_rope(given[key])
+            given[key] = plain_rope(given[key])
     unscaled = {"logit_scale": 1.0} if kind == "cohere2" else {}  # as the wrappers' classes leave it out
     return {**defaults, **given, **_glm_heads(kind, given), **unscaled, "architectures": [name]}
 
@@ -243,12 +245,16 @@ def _glm_heads(kind: str, given: Mapping[str, Any]) -> dict[str, Any]:
     return {**own, "attention_bias": False} if kind == "glm_ocr_text" else own
 
 
-def _plain_rope(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Rotary keys without those that divide a head among the three dimensions of a position."""
+def plain_rope(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Rotary keys, also by kind of layer, without those that divide a head among the three dimensions of a position."""
     of_images = {"mrope_section", "mrope_interleaved"}
     if given.get("interleaved") == given.get("mrope_interleaved"):  # Qwen3-Omni says it twice
         of_images.add("interleaved")
-    plain = {key: value for key, value in given.items() if key not in of_images}
+    plain = {
+        key: plain_rope(value) if isinstance(value, Mapping) else value
+        for key, value in given.items()
+        if key not in of_images
+    }
     return {key: "default" if value == "mrope" else value for key, value in plain.items()}
 
 

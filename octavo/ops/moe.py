@@ -41,6 +41,8 @@ class Routing(NamedTuple):
     correction_X: Tensor | None = None
     """Float32; added to the scores for the selection alone. With it a group's worth is the sum of its two best experts,
     without it that of its best."""
+    corrects_logits: bool = False
+    """Whether the correction is added to logits, not to scores."""
 
 
 @op
@@ -62,7 +64,9 @@ def route(
     if routing.bias_X is not None:
         logits_TX = logits_TX + routing.bias_X
     scores_TX = logits_TX.softmax(dim=-1) if routing.scoring == "softmax" else sigmoid(logits_TX)
-    worth_TX = logits_TX if routing.correction_X is None else scores_TX + routing.correction_X
+    worth_TX = logits_TX
+    if routing.correction_X is not None:
+        worth_TX = (logits_TX if routing.corrects_logits else scores_TX) + routing.correction_X
     if routing.groups[0] > 1:
         worth_TX = _without_other_groups(worth_TX, routing)
     ids_TS = worth_TX.topk(routing.num_chosen, dim=-1).indices

@@ -50,6 +50,26 @@ ROWS: dict[str, tuple[str, dict[str, Any]]] = {
     "cohere/normed_heads": ("cohere", {"use_qk_norm": True, "logit_scale": 0.3, "num_key_value_heads": 1}),
     "cohere/biases": ("cohere", {"attention_bias": True, "tie_word_embeddings": False}),
     "cohere2/windows": ("cohere2", {"sliding_window": 9, "layer_types": SLIDES}),
+    "cohere_compass_text/two_ropes": (
+        "cohere_compass_text",
+        {"sliding_window": 9, "layer_types": ["full_attention", *SLIDES], "num_hidden_layers": 3, "logit_scale": 0.3}
+        | {
+            "rope_parameters": {
+                "full_attention": {"rope_type": "default", "rope_theta": 500.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 90.0, "mrope_section": [2, 1, 1]},
+            }
+        },
+    ),
+    "cohere_compass_text/no_positions": (
+        "cohere_compass_text",
+        {"sliding_window": 9, "layer_types": SLIDES, "attention_bias": True, "tie_word_embeddings": False}
+        | {
+            "rope_parameters": {
+                "full_attention": None,
+                "sliding_attention": {"rope_type": "default", "rope_theta": 90.0},
+            }
+        },
+    ),
     "cohere2_moe/shared": (
         "cohere2_moe",
         {**COHERE, "num_shared_experts": 2, "mlp_layer_types": ["dense", "sparse", "sparse"], "head_dim": 8}
@@ -84,6 +104,16 @@ ROWS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "hunyuan_v1_moe/shared": ("hunyuan_v1_moe", {"num_experts": 5, "moe_topk": 2, "head_dim": 8}),
     "hy_v3/shared": ("hy_v3", {**EXPERTS, "head_dim": 16}),
+    "kolibri1/windows": (
+        "kolibri1",
+        {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "head_dim": 16, "sliding_window": 9}
+        | {"shared_expert_intermediate_size": 40, "layer_types": ["full_attention", *SLIDES], "num_hidden_layers": 3},
+    ),
+    "kolibri1/normalised": (
+        "kolibri1",
+        {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "head_dim": 8, "norm_topk_prob": True}
+        | {"layer_types": SLIDES, "sliding_window": 9},
+    ),
     "minimax_m2/partly_rotated": (
         "minimax_m2",
         {"num_local_experts": 6, "num_experts_per_tok": 3, "head_dim": 16}

@@ -244,3 +244,10 @@ def test_only_heads_that_nothing_rotates_may_be_of_odd_size() -> None:
     with pytest.raises(CheckpointError, match="head_dim is 7; it must be an even number"):
         read(**sizes)
     assert read(architectures=["BloomForCausalLM"], **sizes).head_dim == 7
+
+
+def test_pooling_that_classifiers_of_compass_do_not_have() -> None:
+    values = {"architectures": ["CohereCompassTextForSequenceClassification"], "pooling": "mean", "num_labels": 2}
+    with pytest.raises(CheckpointError, match="pooling is 'mean'; it must be 'eos'"):
+        read(**values)
+    assert read(**values | {"architectures": ["CohereCompassForCausalLM"]}).num_layers

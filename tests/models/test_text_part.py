@@ -112,6 +112,7 @@ WRAPPERS = {
     "VipLlavaForConditionalGeneration": "vipllava",
     "VoxtralForConditionalGeneration": "voxtral",
     "AudioFlamingo3ForConditionalGeneration": "audioflamingo3",
+    "CohereCompassForConditionalGeneration": "cohere_compass",
     "DeepseekVLForConditionalGeneration": "deepseek_vl",
     "GlmAsrForConditionalGeneration": "glmasr",
     "HyperCLOVAXVisionV2ForConditionalGeneration": "hyperclovax_vision_v2",
@@ -124,12 +125,18 @@ WRAPPERS = {
     "VideoLlama3ForConditionalGeneration": "video_llama_3",
 }
 """Classes with a part for text, and their ``model_type``."""
+WITHOUT_DEFAULTS: dict[str, dict[str, Any]] = {
+    "step3p7": {"sliding_window": 24},
+    "cohere_compass": {
+        "rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 500.0, "mrope_section": [2, 2, 2]}}
+    },
+}
+"""Keys of the part for text for which the library has no usable defaults."""
 
 
 @pytest.mark.parametrize(("name", "kind"), nightly_after(3, WRAPPERS.items()))
 def test_text_of_every_wrapper(name: str, kind: str, tmp_path: Path) -> None:
-    changes = {"sliding_window": 24} if kind == "step3p7" else {}  # which it has no default for
-    model = tiny_model(tiny_config(kind, **changes), getattr(transformers, name))
+    model = tiny_model(tiny_config(kind, **WITHOUT_DEFAULTS.get(kind, {})), getattr(transformers, name))
     model.save_pretrained(tmp_path)
     check(tmp_path, model)
 

@@ -20,6 +20,9 @@ ROUTINGS = {
     "softmax, normalised": Routing(3, normalises=True, scale=1.5),
     "bias": Routing(4, normalises=True, bias_X=torch.linspace(-1, 1, X)),
     "groups": Routing(3, groups=(4, 2), scale=16.0),
+    "sigmoid, corrected logits": Routing(
+        3, False, "sigmoid", correction_X=torch.linspace(-2, 2, X), corrects_logits=True
+    ),
     "sigmoid, correction, groups": Routing(3, True, "sigmoid", 2.5, (3, 2), correction_X=torch.linspace(0.5, -0.5, X)),
 }
 
@@ -32,7 +35,8 @@ def selected(logits: list[float], routing: Routing) -> dict[int, float]:
         scores = [math.exp(logit) / total for logit in logits]
     else:
         scores = [1 / (1 + math.exp(-logit)) for logit in logits]
-    worth = [score + more for score, more in zip(scores, correction, strict=True)]
+    of = logits if routing.corrects_logits else scores
+    worth = [x + more for x, more in zip(of, correction, strict=True)]
     count, num_groups = routing.groups
     size = X // count
     groups = [sorted(worth[g * size : (g + 1) * size], reverse=True) for g in range(count)]

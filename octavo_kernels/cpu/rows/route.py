@@ -23,7 +23,8 @@ from octavo_kernels.cpu.threads import run
 
 NUMBERS_A_PIECE = 1024
 ARGUMENTS = fields(
-    "task T piece logits bias correction given ids shares X S groups chosen_groups is_sigmoid normalises scale:float"
+    "task T piece logits bias correction given ids shares X S groups chosen_groups is_sigmoid normalises "
+    "corrects_logits scale:float"
 )
 
 
@@ -98,7 +99,9 @@ def _select_task(arguments: int, begin: int, end: int) -> None:
             ids[:] = given
         else:
             for i in range(a.X):
-                worth[i] = scores[i] + correction[i] if a.correction else logits[i]
+                worth[i] = logits[i] if a.corrects_logits or not a.correction else scores[i]
+                if a.correction:
+                    worth[i] += correction[i]
             if a.groups > 1:
                 _hide_groups(a, worth)
             _best(worth, ids, a.S)
@@ -138,7 +141,8 @@ def route_numba(
     assert given is None or given.shape == ids_TS.shape, f"experts are given for {list(given.shape)} of {T} rows"
     assert given is None or given.dtype == torch.int64, f"given experts are {given.dtype}, not int64"
     places = (logits_TX.data_ptr(), *map(address, (*added, given)), ids_TS.data_ptr(), shares_TS.data_ptr())
-    how = (*routing.groups, int(routing.scoring == "sigmoid"), int(routing.normalises), routing.scale)
+    flags = routing.scoring == "sigmoid", routing.normalises, routing.corrects_logits
+    how = (*routing.groups, *map(int, flags), routing.scale)
     error = f"route: given experts must be from 0 to {X - 1}"
     call(_driver(), ARGUMENTS, (_select_task(), T, max(1, NUMBERS_A_PIECE // X), *places, X, S, *how), error)
     return normed_TD, ids_TS, shares_TS

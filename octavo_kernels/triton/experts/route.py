@@ -88,7 +88,7 @@ def _choose(
     logits: tl.tensor, e: tl.tensor, t: tl.tensor, bias_ptr: tl.tensor, correction_ptr: tl.tensor, ids_ptr: tl.tensor,
     shares_ptr: tl.tensor, scale: tl.tensor, X: tl.constexpr, CHOSEN: tl.constexpr, SCORING: tl.constexpr,
     NORMALISES: tl.constexpr, GROUPS: tl.constexpr, CHOSEN_GROUPS: tl.constexpr, SMALLEST: tl.constexpr,
-    given_ptr: tl.tensor,
+    CORRECTS_LOGITS: tl.constexpr, given_ptr: tl.tensor,
 ) -> None:  # fmt: skip
     """Select the experts of token t, or take those given, and store them from the best on."""
     if bias_ptr is not None:
@@ -102,7 +102,7 @@ def _choose(
         scores = tl.sigmoid(logits)
     worth = logits
     if correction_ptr is not None:
-        worth = scores + tl.load(correction_ptr + e, mask=e < X, other=0.0)
+        worth = (logits if CORRECTS_LOGITS else scores) + tl.load(correction_ptr + e, mask=e < X, other=0.0)
     is_allowed = e < X
     if GROUPS > 1:
         is_allowed &= _is_in_best_group(worth, e, X, GROUPS, CHOSEN_GROUPS, correction_ptr is not None)
@@ -127,7 +127,7 @@ def route_kernel(
     ids_ptr: tl.tensor, shares_ptr: tl.tensor, scale: tl.tensor,
     D: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr, X: tl.constexpr, CHOSEN: tl.constexpr,
     SCORING: tl.constexpr, NORMALISES: tl.constexpr, GROUPS: tl.constexpr, CHOSEN_GROUPS: tl.constexpr,
-    SMALLEST: tl.constexpr, PDL: tl.constexpr,
+    SMALLEST: tl.constexpr, CORRECTS_LOGITS: tl.constexpr, PDL: tl.constexpr,
 ) -> None:  # fmt: skip
     """ROWS logits of a token; the program that completes a token's logits selects its experts."""
     CHUNKS: tl.constexpr = (D + BLOCK_D - 1) // BLOCK_D
@@ -164,7 +164,7 @@ def route_kernel(
         logits = tl.load(logits_ptr + t * X + e, mask=e < X, other=0.0, cache_modifier=".cg")
         _choose(
             logits, e, t, bias_ptr, correction_ptr, ids_ptr, shares_ptr, scale,
-            X, CHOSEN, SCORING, NORMALISES, GROUPS, CHOSEN_GROUPS, SMALLEST, None,
+            X, CHOSEN, SCORING, NORMALISES, GROUPS, CHOSEN_GROUPS, SMALLEST, CORRECTS_LOGITS, None,
         )  # fmt: skip
 
 
@@ -173,7 +173,7 @@ def choose_kernel(
     logits_ptr: tl.tensor, given_ptr: tl.tensor, bias_ptr: tl.tensor, correction_ptr: tl.tensor, ids_ptr: tl.tensor,
     shares_ptr: tl.tensor, scale: tl.tensor, X: tl.constexpr, CHOSEN: tl.constexpr, SCORING: tl.constexpr,
     NORMALISES: tl.constexpr, GROUPS: tl.constexpr, CHOSEN_GROUPS: tl.constexpr, SMALLEST: tl.constexpr,
-    PDL: tl.constexpr,
+    CORRECTS_LOGITS: tl.constexpr, PDL: tl.constexpr,
 ) -> None:  # fmt: skip
     """The experts of one token."""
     t, e = tl.program_id(0), tl.arange(0, triton.next_power_of_2(X))
@@ -181,7 +181,7 @@ def choose_kernel(
     logits = tl.load(logits_ptr + t.to(tl.int64) * X + e, mask=e < X, other=0.0)
     _choose(
         logits, e, t, bias_ptr, correction_ptr, ids_ptr, shares_ptr, scale,
-        X, CHOSEN, SCORING, NORMALISES, GROUPS, CHOSEN_GROUPS, SMALLEST, given_ptr,
+        X, CHOSEN, SCORING, NORMALISES, GROUPS, CHOSEN_GROUPS, SMALLEST, CORRECTS_LOGITS, given_ptr,
     )  # fmt: skip
 
 
@@ -246,7 +246,7 @@ def route_triton(
     if not T:
         return (x_TD if norm_D is None else torch.empty_like(x_TD)), ids_TS, shares_TS
     vectors, results = (routing.bias_X, routing.correction_X), (ids_TS, shares_TS, routing.scale)
-    rule = (X, S, routing.scoring, routing.normalises, *routing.groups, SMALLEST_SUM)
+    rule = (X, S, routing.scoring, routing.normalises, *routing.groups, SMALLEST_SUM, routing.corrects_logits)
     if norm_D is None or T > FEW_ROWS or is_invariant() or given_TS is not None:
         normed_TD = x_TD if norm_D is None else rms_norm_triton(x_TD, norm_D, eps)
         logits_TX = _logits(normed_TD, weight_XD)
