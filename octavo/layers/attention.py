@@ -27,6 +27,7 @@ from octavo.ops.attention import GroupRows, HeadLayout, ImageRows, LayerCache, P
 from octavo.ops.collective import Collective, ContextRanks
 from octavo.ops.latent_attention import LatentHeads
 from octavo.ops.linear import head_linear
+from octavo.ops.sparse_attention import ChosenKeys
 
 
 def attention(
@@ -46,12 +47,20 @@ def attention(
 
 
 def latent_attention(
-    q_TW: Tensor, kv_TC: Tensor, heads: LatentHeads, cos_TR: Tensor, sin_TR: Tensor, cache: LayerCache, rows: PagedRows
+    q_TW: Tensor,
+    kv_TC: Tensor,
+    heads: LatentHeads,
+    cos_TR: Tensor,
+    sin_TR: Tensor,
+    cache: LayerCache,
+    rows: PagedRows,
+    chosen: ChosenKeys | None = None,
 ) -> Tensor:
     """``ops.latent_attention`` over a cache of any kind."""
     ranks = cache.context
     if ranks is None:
-        return ops.latent_attention(q_TW, kv_TC, heads, cos_TR, sin_TR, cache, rows)
+        return ops.latent_attention(q_TW, kv_TC, heads, cos_TR, sin_TR, cache, rows, chosen)
+    assert chosen is None, "the cache has a part of each context"
     q_TNH = ops.store_latents(q_TW, kv_TC, heads, cos_TR, sin_TR, cache, rows)
     q_TMH = ranks.gathered(q_TNH).transpose(0, 1).flatten(1, 2)
     found_TMX = ops.partial_latent_attention(q_TMH, len(heads.norm_L), heads.scale, cache, rows, ranks.part)

@@ -18,9 +18,16 @@ from octavo import ops
 from octavo.layers.norm import RMSNorm
 from octavo.ops.attention import HeadLayout
 from octavo.ops.elementwise import softplus
+from octavo.ops.sparse_attention import ChosenKeys
 
 Angles = tuple[Tensor, Tensor] | tuple[None, None]
 UNROTATED: Angles = (None, None)
+
+
+class Choice:
+    """What the indexer of a layer chose, for the layers behind it that have none; ``None``: all positions."""
+
+    keys: ChosenKeys | None = None
 
 
 class StepAngles(NamedTuple):
@@ -34,6 +41,8 @@ class StepAngles(NamedTuple):
     """Embeddings of the tokens for each layer, of models that have them."""
     embedded_TD: Tensor | None = None
     """The residual stream before the first layer, of models whose layers see it."""
+    choice: Choice | None = None
+    """Of models with indexers."""
 
     def of(self, rope: int | None) -> Angles:
         """The angles of a rotary embedding; of none without one."""

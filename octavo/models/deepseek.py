@@ -31,6 +31,7 @@ from octavo.models.rope import half_split_rows, rope_values, yarn_scale
 from octavo.ops.attention import LayerCache, PagedRows
 from octavo.ops.latent_attention import EXPANDED_WIDTHS, LatentHeads, expanded_bytes, expanded_positions
 from octavo.ops.moe import Routing
+from octavo.ops.sparse_attention import ChosenKeys
 
 Config = TypeVar("Config", bound=DecoderConfig)
 LATENT_KEYS = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
@@ -167,14 +168,21 @@ class DeepseekLayer(DecoderLayer):
     def mix(self, x_TD: Tensor, step: StepAngles, cache: LayerCache, rows: PagedRows) -> Tensor:
         cos_TR, sin_TR = step.angles[0]
         h_TD = self.input_norm(x_TD)
-        q_TW = self.q_proj(self.q_a_proj(h_TD), norm=self.q_norm) if self.query_rank else self.q_proj(h_TD)
+        q_TD = self.q_a_proj(h_TD) if self.query_rank else h_TD
+        q_TW = self.q_proj(q_TD, norm=self.q_norm) if self.query_rank else self.q_proj(q_TD)
         if step.query_scale_T1 is not None:
             q_TW.mul_(step.query_scale_T1)
-        kv_TC = self.kv_proj(h_TD)
-        attended_TN = latent_attention(q_TW, kv_TC, self.latent_heads, cos_TR, sin_TR, cache, rows).flatten(1)
+        kv_TC, chosen = self.kv_proj(h_TD), self.chosen(h_TD, q_TD, step, cache, rows)
+        attended_TN = latent_attention(q_TW, kv_TC, self.latent_heads, cos_TR, sin_TR, cache, rows, chosen).flatten(1)
         if self.gates is None or self.part.gate is None:
             return attended_TN
         return gated(self.gates(h_TD), attended_TN, self.part.gate.function)
+
+    def chosen(
+        self, h_TD: Tensor, q_TD: Tensor, step: StepAngles, cache: LayerCache, rows: PagedRows
+    ) -> ChosenKeys | None:
+        """The positions that rows attend to, ``None``: all; given normed rows, and what queries are projected from."""
+        return None
 
 
 class DeepseekForCausalLM(Decoder):

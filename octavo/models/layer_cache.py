@@ -73,6 +73,8 @@ class LayerCacheSpec:
     """The tensors of a recurrent state, which layers of any kind may have."""
     routes: RoutesInfo | None = None
     """The experts that the routers of all layers select at each position, if this layer's blocks have them."""
+    index_dim: int = 0
+    """Width of the key of an indexer that is cached besides; 0: none."""
 
     @property
     def num_tensors(self) -> int:
@@ -84,6 +86,7 @@ class LayerCacheSpec:
         if self.shared_with is not None:
             return 0
         num_bytes = self.num_tensors * self.num_kv_heads * row_bytes(dtype, self.head_dim)
+        num_bytes += row_bytes(dtype, self.index_dim) if self.index_dim else 0
         return num_bytes if self.routes is None else num_bytes + self.routes.num_bytes
 
 

@@ -39,5 +39,6 @@ from octavo.ops.sampling import adjust_logits, processed_logits, sample, token_l
 from octavo.ops.scaled_linear import scaled_linear
 from octavo.ops.selective_scan import selective_scan
 from octavo.ops.sliced_linear import sliced_linear
+from octavo.ops.sparse_attention import choose_keys
 from octavo.ops.state_space import state_space
 from octavo.ops.stepping import next_tokens, publish_tokens, pull_step, stage_step

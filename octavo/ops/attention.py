@@ -65,6 +65,8 @@ class LayerCache(NamedTuple):
     """Of a layer with recurrent state: each tensor of it, ``[slots, ...]``."""
     context: ContextRanks | None = None
     """The ranks that divide each context; ``None``: the cache holds all of it. See ``partial_attention``."""
+    index: Tensor | None = None
+    """Keys of an indexer that chooses what is attended to, as those of one head (``ops.choose_keys``)."""
 
 
 class GroupRows(NamedTuple):

@@ -15,6 +15,7 @@ from octavo.ops.attention import LayerCache, PagedRows, apply_rope, paged_attent
 from octavo.ops.dispatch import op
 from octavo.ops.linear import head_linear
 from octavo.ops.norms import rms_norm
+from octavo.ops.sparse_attention import ChosenKeys
 
 EXPANDED_WIDTHS = (128, 64, 128)
 """P, 2 R and V of the heads whose keys and values a kernel may expand from the latents for prompts: DeepSeek's."""
@@ -37,16 +38,25 @@ class LatentHeads(NamedTuple):
 
 @op
 def latent_attention(
-    q_TW: Tensor, kv_TC: Tensor, heads: LatentHeads, cos_TR: Tensor, sin_TR: Tensor, cache: LayerCache, rows: PagedRows
+    q_TW: Tensor,
+    kv_TC: Tensor,
+    heads: LatentHeads,
+    cos_TR: Tensor,
+    sin_TR: Tensor,
+    cache: LayerCache,
+    rows: PagedRows,
+    chosen: ChosenKeys | None = None,
 ) -> Tensor:
     """Map and rotate queries, norm and rotate the key, store it, attend; the weighted values, a new tensor [T, N, V].
 
     A row of ``q`` holds N queries, each with P plain, then 2 R rotated numbers; a row of ``kv`` the latent, then 2 R
     numbers of the key that are rotated. An entry of the cache is the key: its rotated part, then the normed latent. The
     cache has one kv head, and one tensor for keys and values. The results of padding rows are unspecified, and nothing
-    is stored for them.
+    is stored for them. With ``chosen``, a row attends to these positions alone.
     """
     q_TNH = store_latents(q_TW, kv_TC, heads, cos_TR, sin_TR, cache, rows)
+    if chosen is not None:
+        cache, rows = chosen.of(cache, rows)
     tables_SB = rows.of(cache).block_tables_SB
     out_TNH: Tensor = paged_attention(
         q_TNH, cache.keys, cache.values, tables_SB, rows.cu_seqlens_q, rows.seq_lens_S, heads.scale

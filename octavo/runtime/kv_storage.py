@@ -32,12 +32,25 @@ class StatePool(NamedTuple):
 ONE_STATE = StatePool()
 
 
+def alike(specs: Sequence[LayerCacheSpec], group: KVGroup) -> list[tuple[tuple[bool, int, int, int], list[int]]]:
+    """Layers of a group that cache tensors alike, by whether these are of an indexer, by P, K and H; these last."""
+    found: dict[tuple[bool, int, int, int], list[int]] = {}
+    for i in group.layers:
+        spec = specs[i]
+        if spec.shared_with is None:
+            found.setdefault((False, spec.num_tensors, spec.num_kv_heads, spec.head_dim), []).append(i)
+        if spec.index_dim:
+            found.setdefault((True, 1, 1, spec.index_dim), []).append(i)
+    return sorted(found.items(), key=lambda item: item[0][0])
+
+
 class KVStorage:
     """A pool of blocks for each KV group; ``layers[i]`` holds layer i's views of its group's pool, ``[N, K, S, H]``.
 
     Layers with recurrent state hold views ``[slots, ...]`` of ``state_pools``, alone or besides.
 
-    ``pools[g]`` has one tensor ``[L, P, N, K, S, H]`` for each set of layers of group g with equal P, K and H. The
+    ``pools[g]`` has one tensor ``[L, P, N, K, S, H]`` for each set of layers of group g with equal P, K and H, and for
+    the keys of their indexers. The
     memory is not initialised: nothing may be read before it is written.
     """
 
@@ -73,16 +86,15 @@ class KVStorage:
         """The experts that routers selected for the position of each slot; ``None`` where they are not kept."""
         caches: dict[int, LayerCache] = {}
         for index, (group, count) in enumerate(zip(groups, num_blocks, strict=True)):
-            alike: dict[tuple[int, int, int], list[int]] = {}
-            for i in group.layers:
-                if specs[i].shared_with is None:
-                    alike.setdefault((specs[i].num_tensors, specs[i].num_kv_heads, specs[i].head_dim), []).append(i)
             pool = []
-            for (P, K, H), layers in alike.items():
+            for (is_index, P, K, H), layers in alike(specs, group):
                 width = row_length(stored, H)
                 pool.append(torch.empty(len(layers), P, count, K, num_slots, width, dtype=stored, device=device))
                 for i, part in zip(layers, pool[-1], strict=True):
-                    caches[i] = LayerCache(part[0], part[-1], index, scales.get(i), context=context)
+                    if is_index:
+                        caches[i] = caches[i]._replace(index=part[0])
+                    else:
+                        caches[i] = LayerCache(part[0], part[-1], index, scales.get(i), context=context)
             for routes in filter(None, (specs[i].routes for i in group.layers)):
                 assert index == 0, "what routers select is kept where no window gives up blocks"
                 assert context is None, "each rank has what routers select at all positions"
@@ -99,8 +111,8 @@ class KVStorage:
         self.layers = every[: len(every) - num_draft_layers]
         self.draft_layers = every[len(self.layers) :]
         for cache in self.draft_layers:  # a drafter that rested reads what it has not written
-            cache.keys.zero_()
-            cache.values.zero_()
+            for kept in (cache.keys, cache.values, *([] if cache.index is None else [cache.index])):
+                kept.zero_()
 
     def _allocate_states(self, specs: Sequence[LayerCacheSpec], pool: StatePool) -> dict[int, tuple[Tensor, ...]]:
         """The views of each layer that has a state, or caches nothing."""

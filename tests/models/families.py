@@ -66,6 +66,15 @@ DEEPSEEK = {
     "qk_nope_head_dim": 12,
     "v_head_dim": 10,
 }
+INDEXED = {
+    **DEEPSEEK,
+    "n_group": 1,
+    "topk_group": 1,
+    "n_shared_experts": 1,
+    "index_n_heads": 16,  # so many that scores of zero, of which torch may take any, are rare
+    "index_head_dim": 20,
+    "index_topk": 24,
+}
 GPT_OSS = {
     "num_local_experts": 6,
     "num_experts_per_tok": 3,
@@ -428,6 +437,22 @@ ROWS: dict[str, tuple[str, dict[str, Any]]] = {
         | {"cca_time0": 3, "cca_time1": 3, "lm_head_bias": True, "tie_word_embeddings": False},
     ),
     "zaya/one_kv_head": ("zaya", {**ZAYA, "num_key_value_heads": 1}),
+    "deepseek_v32/groups": ("deepseek_v32", {**INDEXED, "n_group": 4, "topk_group": 2}),
+    "deepseek_v32/yarn": (
+        "deepseek_v32",
+        {
+            **INDEXED,
+            **rope("yarn", factor=4.0, original_max_position_embeddings=100, mscale=1.0, mscale_all_dim=1.0),
+            "attention_bias": True,
+            "index_head_dim": 8,
+            "norm_topk_prob": False,
+        },
+    ),
+    "glm_moe_dsa/own": ("glm_moe_dsa", {**INDEXED, "index_topk": 40}),
+    "glm_moe_dsa/shared": (
+        "glm_moe_dsa",
+        {**INDEXED, "num_hidden_layers": 4, "indexer_types": ["full", "shared", "full", "shared"]},
+    ),
     "gpt2/small": ("gpt2", GPT2),
     "gpt2/scaled_by_layer": ("gpt2", {**GPT2, "n_inner": 40, "scale_attn_by_inverse_layer_idx": True}),
     "gpt2/unscaled_untied": (

@@ -168,6 +168,8 @@ def _check_parts(model: ModelConfig, size: int, num_parts: int) -> None:
             raise ConfigError(
                 f"{name} must divide the {copies} of {size} ranks that hold the same of the model's {heads} KV heads"
             )
+    if any(spec.index_dim for spec in specs):
+        raise ConfigError(f"{name} does not go with attention to what an indexer chooses of the whole context")
     if any(spec.window for spec in specs):
         raise ConfigError(f"{name} needs full attention, and the model has layers with a sliding window")
     if isinstance(model, DecoderConfig) and any(part.attention.slopes for part in model.layers):

@@ -23,6 +23,7 @@ from octavo.ops.collective import ContextPart
 from octavo.ops.latent_attention import LatentHeads, latent_attention, store_latents
 from octavo.ops.linear import head_linear
 from octavo.ops.partial_attention import check_heads, merge_parts, partial_attention
+from octavo.ops.sparse_attention import ChosenKeys
 from octavo_kernels.cpu.attention.attention_passes import PART, first_seen, num_seen
 from octavo_kernels.cpu.attention.attention_rows import STEP, prepare_task
 from octavo_kernels.cpu.attention.attention_tiles import STATE, TILE, TILE_ROWS, attend_task
@@ -378,10 +379,19 @@ def store_keys_numba(
 
 @latent_attention.kernel(device="cpu", name="numba", preference=10, supports=declines_floats)
 def latent_attention_numba(
-    q_TW: Tensor, kv_TC: Tensor, heads: LatentHeads, cos_TR: Tensor, sin_TR: Tensor, cache: LayerCache, rows: PagedRows
+    q_TW: Tensor,
+    kv_TC: Tensor,
+    heads: LatentHeads,
+    cos_TR: Tensor,
+    sin_TR: Tensor,
+    cache: LayerCache,
+    rows: PagedRows,
+    chosen: ChosenKeys | None = None,
 ) -> Tensor:
     """See ``ops.latent_attention``; the cache must be contiguous."""
     q_TNH = store_latents(q_TW, kv_TC, heads, cos_TR, sin_TR, cache, rows)
+    if chosen is not None:
+        cache, rows = chosen.of(cache, rows)
     layout = HeadLayout(q_TNH.shape[1], 1, q_TNH.shape[2], heads.scale, shares_cache=True)
     out_TW = attention_numba(q_TNH.flatten(1), layout, None, None, cache, rows)
     return head_linear(out_TW.view(q_TNH.shape)[..., 2 * cos_TR.shape[1] :], heads.value_map_NVL)

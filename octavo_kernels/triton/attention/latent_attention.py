@@ -23,6 +23,7 @@ from octavo.ops.collective import WHOLE_CONTEXT, ContextPart
 from octavo.ops.latent_attention import LatentHeads, latent_attention
 from octavo.ops.linear import head_linear
 from octavo.ops.partial_attention import partial_latent_attention
+from octavo.ops.sparse_attention import ChosenKeys
 from octavo_kernels.triton.attention.decode_attention import MAX_PAIRS
 from octavo_kernels.triton.attention.latent_inputs import latent_inputs
 from octavo_kernels.triton.attention.latent_outputs import (
@@ -67,12 +68,21 @@ FLOAT32 = LatentTile(16, 16, 8, 1)
 
 @latent_attention.kernel(device="cuda", name="triton", preference=10, supports=declines_floats)
 def latent_attention_triton(
-    q_TW: Tensor, kv_TC: Tensor, heads: LatentHeads, cos_TR: Tensor, sin_TR: Tensor, cache: LayerCache, rows: PagedRows
+    q_TW: Tensor,
+    kv_TC: Tensor,
+    heads: LatentHeads,
+    cos_TR: Tensor,
+    sin_TR: Tensor,
+    cache: LayerCache,
+    rows: PagedRows,
+    chosen: ChosenKeys | None = None,
 ) -> Tensor:
     """See ``ops.latent_attention``. Where results may not depend on other rows, one kernel takes all rows."""
     assert cache.context is None, "the cache has a part of each context"
     (N, L, _), (T, R) = heads.key_map_NLP.shape, cos_TR.shape
     q_TNH = latent_inputs(q_TW, kv_TC, heads, cos_TR, sin_TR, cache.keys, rows.of(cache).slot_mapping_T)
+    if chosen is not None:
+        cache, rows = chosen.of(cache, rows)
     out_TNL = q_TNH.new_empty(T, N, L)
     is_decode = rows.max_query_len == 1
     has_single = (is_decode or len(rows.seq_lens_S) > 1) and not is_invariant()
