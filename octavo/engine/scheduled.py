@@ -57,7 +57,7 @@ def apply_result(
     reason: FinishReason | None = None
     if not item.samples:
         tokens = []
-    elif (
+    elif (  # nothing that ``cut`` looks for can be there: most shares of a step take this way
         not num_drafts
         and num_committed + 1 < seq.max_computed_tokens
         and tokens[0] not in seq.stop_token_ids
