@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import os
+import ssl
 from pathlib import Path
+from typing import Any
+
+import certifi
 
 from octavo.config import ServeConfig, settings
 from octavo.system.cpus import num_cpus
@@ -34,4 +39,17 @@ def _set_up(environment: dict[str, str] | os._Environ[str]) -> None:
         environment.setdefault(THREADS, str(max(1, num_cpus() // num_workers)))
 
 
+_create_context = ssl.create_default_context
+_usual_context = functools.cache(_create_context)
+AUTHORITIES = (certifi.where(), os.environ.get("SSL_CERT_FILE"))
+
+
+def _shared_context(*args: Any, **options: Any) -> ssl.SSLContext:
+    """One context for the HTTP clients of all tests, most of which have no TLS to verify: reading all certificates may
+    take a tenth of a second."""
+    is_usual = not args and options.keys() == {"cafile"} and options["cafile"] in AUTHORITIES
+    return (_usual_context if is_usual else _create_context)(*args, **options)
+
+
+ssl.create_default_context = _shared_context
 _set_up(os.environ)  # at once: torch looks at the number of threads when it is imported

@@ -21,7 +21,8 @@ import pytest
 from octavo_bench.chaos.processes import engine_of, session
 from octavo_bench.chaos.tiny_model import write_tiny_model
 from octavo_bench.server_process import ServerProcess, free_port
-from tests.tiers import nightly_after
+
+pytestmark = pytest.mark.nightly
 
 NUM_EACH = 8
 SIZES = ["--load-format", "dummy", "--max-model-len", "2048", "--num-kv-blocks", "2000", "--engine-timeout", "4"]
@@ -123,7 +124,7 @@ TROUBLES: dict[str, tuple[str, Callable[[ServerProcess], None]]] = {
 }
 
 
-@pytest.mark.parametrize("trouble", nightly_after(0, TROUBLES))
+@pytest.mark.parametrize("trouble", TROUBLES)
 def test_streams_have_the_tokens_of_one_server_and_nothing_is_held_later(trouble: str, servers: Servers) -> None:
     first = list(TROUBLES).index(trouble) * NUM_EACH
     numbers = range(first, first + NUM_EACH)
