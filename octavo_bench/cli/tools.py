@@ -1,4 +1,4 @@
-"""`octavo bench shape`, `sanity`, `roofline`, `switch`, `outliving`, `journal`, `architectures`, `report` and `gpu`."""
+"""`octavo bench shape`, `sanity`, `outliving`, `architectures` and `report`."""
 
 from __future__ import annotations
 
@@ -21,17 +21,6 @@ def add_kinds(kinds: Any) -> None:
     _add_shape(kinds)
     _add_sanity(kinds)
     _add_architectures(kinds)
-
-    help = "several models on one port: right answers, memory held, times of a switch"
-    switch = add_kind(kinds, "switch", help, "switch.run")
-    switch.add_argument("models", nargs="+", metavar="MODEL", help="a model as for `octavo serve`; tiny: a random one")
-    switch.add_argument("--models-memory-budget", type=above_zero, required=True, help="GiB that all may take together")
-    switch.add_argument("--kv-cache-memory", type=above_zero, default=0.25, help="GiB of KV cache of each model")
-    switch.add_argument("--requests", type=positive, default=300, help="over all models, in random order")
-    switch.add_argument("--concurrency", type=positive, default=4, help="requests at once")
-    switch.add_argument(
-        "--rounds", type=positive, default=5, help="switches to each model, of which medians are reported"
-    )
 
     help = "what is still cached of a prompt after its server ended, in each way, and after files were damaged"
     outliving = add_kind(kinds, "outliving", help, "outliving.run", is_good=_all_right)

@@ -74,7 +74,7 @@ class CostConstants:
 
 
 FITTED = CostConstants(2.15, 0.837, 94_500.0, 0.93, 0.375, 0.366, 0.457)
-"""To the 1,722 measurements of ``skinny`` for 85 matrices on an H200, by the loss of ``octavo_bench.cost_fit``."""
+"""To the 1,722 measurements of ``skinny`` for 85 matrices on an H200, by the loss of ``tests.ops.triton.cost_fit``."""
 LIBRARY_START, LIBRARY_SHARE, LIBRARY_COLUMN = 4.4, 0.804, 1.16e-4
 """Of cuBLAS, fitted to 139 products of 16 to 64 rows: microseconds, share of the bandwidth, microseconds a column."""
 LIBRARY_LEAD = 0.95

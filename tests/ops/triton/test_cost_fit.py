@@ -9,11 +9,11 @@ import pytest
 
 pytest.importorskip("triton")
 
-from octavo_bench.cost_fit import H200, MeasuredConfig, left_out, read, regrets
 from octavo_kernels.triton.linear.skinny_gemm import SkinnyConfig
 from octavo_kernels.triton.tuning.linear_cost import FITTED, Gpu, Product, microseconds, ranked
+from tests.ops.triton.cost_fit import H200, MeasuredConfig, left_out, read, regrets
 
-FOLDER = Path(__file__).parents[2] / "benchmarks/results/gpu"
+FOLDER = Path(__file__).parents[3] / "benchmarks/results/gpu"
 RECORDS = FOLDER / "kernels_linear.json", FOLDER / "kernels_served.json"
 H100 = Gpu(multiprocessors=132, bandwidth=3_350_000, shared_bytes=227 * 1024, has_copy_engine=True)
 RTX_4090 = Gpu(multiprocessors=128, bandwidth=1_008_000, shared_bytes=99 * 1024, has_copy_engine=False)

@@ -1,7 +1,7 @@
 """Fits the numbers of ``linear_cost`` to recorded measurements, and says how good its choices are.
 
-``python -m octavo_bench.cost_fit RECORD...`` fits them to the measurements of records, and prints for matrices that are
-left out of the fit how much slower the chosen configuration is than the fastest that was measured.
+``python -m tests.ops.triton.cost_fit RECORD...`` fits them to the measurements of records, and prints for matrices that
+are left out of the fit how much slower the chosen configuration is than the fastest that was measured.
 """
 
 from __future__ import annotations
