@@ -54,7 +54,7 @@ BOUNDS = {
     "lines of octavo_kernels": Bound(24_500, 4_000),
     "lines of octavo_server": Bound(22_400, 4_000),
     "lines of octavo_fleet": Bound(9_400, 2_000),
-    "lines of octavo_bench": Bound(14_700, 6_000),
+    "lines of octavo_bench": Bound(12_300, 2_000),
     "small modules with one importer, in their own folder": Bound(34, 16),
     "files that a chat request enters": Bound(29, 6),
     "files that a request enters in the engine process": Bound(48, 6),
