@@ -10,15 +10,6 @@ from octavo_bench.linear_case import LinearCase
 from octavo_fleet.sim.roofline import shape_of
 from octavo_fleet.sim.shapes import SHAPES
 
-SERVED = (
-    *("llama-3.2-1b", "llama-3.2-3b", "llama-3.1-8b", "llama-3.3-70b"),
-    *("qwen2.5-0.5b", "qwen2.5-1.5b", "qwen2.5-3b", "qwen2.5-7b", "qwen2.5-14b", "qwen2.5-32b"),
-    *("qwen3-0.6b", "qwen3-1.7b", "qwen3-4b", "qwen3-8b", "qwen3-14b", "qwen3-32b"),
-    *("mistral-7b", "mistral-small-24b"),
-    *("gemma-3-1b", "gemma-3-4b", "gemma-3-12b", "gemma-3-27b", "phi-4", "glm-4-9b"),
-)
-"""The dense models that people serve, for tables of kernels."""
-
 
 class MatrixSizes(NamedTuple):
     """What decides the matrices of a model."""

@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from octavo.ops import rms_norm, silu_and_mul
-from octavo_bench import ceilings, kernel_tuning
-from octavo_bench.kernel_cases import SERVED, head_case, layer_cases
+from octavo_bench import ceilings
+from octavo_bench.kernel_cases import head_case, layer_cases
 from octavo_bench.linear_case import DTYPE, EPS, LinearCase, Weights
 from octavo_kernels.triton.graph_timing import microseconds
 from octavo_kernels.triton.launch import pdl
@@ -26,24 +26,17 @@ from octavo_kernels.triton.linear.linear_configs import config_for
 ALONE_BYTES = 400_000_000
 """Weights or rows that take turns: several times any cache."""
 DEVICE = torch.device("cuda")
-TUNING_SHARE = 0.8
-"""Of the time, where both are asked for."""
 
 
-def measure(models: Sequence[str], rows: Sequence[int], tune: bool, deadline: float = float("inf")) -> dict[str, Any]:
+def measure(models: Sequence[str], rows: Sequence[int], deadline: float = float("inf")) -> dict[str, Any]:
     """Figures of the kernels of these models' layers for each number of rows, each beside cuBLAS with kernels around.
 
-    The name "served" is all of ``SERVED``. With ``tune``, the device's shipped table is made first, in most of
-    ``deadline`` seconds. What there is no time for is left out. Raises ``ConfigError`` for models that are not known.
+    What there is no time for in ``deadline`` seconds is left out. Raises ``ConfigError`` for models that are not known.
     """
-    names = dict.fromkeys(name for model in models for name in (SERVED if model == "served" else (model,)))
-    cases = [[*layer_cases(model), head_case(model)] for model in names]
-    end = time.monotonic() + deadline
-    uses = dict.fromkeys(case.use for maps in cases for case in maps)
-    notes = kernel_tuning.tune(uses, rows, deadline=TUNING_SHARE * deadline) if tune else []
-    limits = ceilings.measure()
-    figures = list(itertools.takewhile(lambda figure: time.monotonic() < end, figures_of(cases, rows, limits)))
-    return {**limits, "rows": figures, "tuning": notes}
+    cases = [[*layer_cases(model), head_case(model)] for model in models]
+    end, limits = time.monotonic() + deadline, ceilings.measure()
+    figures = itertools.takewhile(lambda figure: time.monotonic() < end, figures_of(cases, rows, limits))
+    return {**limits, "rows": list(figures)}
 
 
 def figures_of(

@@ -101,14 +101,9 @@ def _add_kernels(kinds: Any) -> None:
 
     help = "time and error of each kernel for CUDA devices, beside the limits"
     kernels = add_kind(kinds, "kernels", help, "kernels.measure", on_gpu=True)
-    kernels.add_argument(
-        "models",
-        nargs="*",
-        default=["qwen3-8b", "llama-3.2-1b", "qwen3-0.6b"],
-        help="shapes' names; served: all that people serve",
-    )
+    shapes = ["qwen3-8b", "llama-3.2-1b", "qwen3-0.6b"]
+    kernels.add_argument("models", nargs="*", default=shapes, help="shapes' names")
     kernels.add_argument("--rows", type=numbers, default=[1, 2, 4, 8, 16, 32, 64, 128], help="rows of x")
-    kernels.add_argument("--tune", action="store_true", help="first write the GPU's shipped table for these models")
     kernels.add_argument("--deadline", type=float, default=float("inf"), help="seconds; what comes later is left out")
 
     help = "time of layers with recurrent state, for prompts, on a GPU"

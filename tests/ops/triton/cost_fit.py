@@ -37,7 +37,7 @@ class MeasuredConfig(NamedTuple):
 
 
 def read(paths: Iterable[Path]) -> list[MeasuredConfig]:
-    """The measurements of ``skinny`` kernels without a fused norm in records of ``octavo bench kernels --tune``.
+    """The measurements of ``skinny`` kernels without a fused norm in records of kernels that were tuned.
 
     A product that several records have is that of the last one.
     """
