@@ -24,7 +24,7 @@ from octavo.models.loader import WeightLoader
 from octavo.models.parts import DecoderConfig
 from octavo.models.rope import half_split_rows
 from octavo.ops.attention import LayerCache, PagedRows
-from octavo.ops.sparse_attention import ChosenKeys, sees_all
+from octavo.ops.sparse_attention import MOST_SCORES, ChosenKeys, sees_all
 from octavo.quant.stored.stored_weight import DenseWeight, Order
 
 INDEX_EPS = 1e-6
@@ -52,6 +52,12 @@ class SparseConfig(DeepseekConfig):
     @property
     def has_stages(self) -> bool:
         return all(self.index.has_own)
+
+    def expanded_bytes(self, longest: int, itemsize: int, num_ranks: int) -> int:
+        """Of scores besides; keys are not expanded for contexts of which a part is attended to."""
+        if longest <= self.index.count:
+            return super().expanded_bytes(longest, itemsize, num_ranks)
+        return 4 * max(MOST_SCORES, longest)
 
     def with_mtp(self) -> SparseConfig:
         """See ``DecoderConfig``; the layer has an indexer."""

@@ -20,6 +20,9 @@ from octavo.ops.attention import MAX_SCRATCH, GroupRows, LayerCache, PagedRows
 from octavo.ops.cache_rows import unpack_rows
 from octavo.ops.dispatch import op
 
+MOST_SCORES = 2**25
+"""Scores that a kernel for GPUs holds at once, or those of one row."""
+
 
 class ChosenKeys(NamedTuple):
     """The positions of a step's rows that attention is computed over."""
@@ -42,6 +45,7 @@ class ChosenKeys(NamedTuple):
             cu_seqlens_q=self.starts,
             seq_lens_S=self.counts_T,
             max_query_len=1,
+            has_long_context=False,
             single=None,
             state_slots_S=None,
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from typing import Any, cast
 
 import pytest
@@ -46,7 +47,7 @@ class Step:
         ]
         own = [slots[n - count :] for slots, n, count in zip(self.slots, lengths, counts, strict=True) if count]
         starts = torch.tensor([0, *counts]).cumsum(0).int()
-        padding = torch.full((2,), -1)
+        padding = torch.full((0 if max(counts) == 1 else 2,), -1)
         self.rows = PagedRows(
             (GroupRows(torch.cat((*own, padding)), self.tables_SB),),
             starts,
@@ -58,17 +59,31 @@ class Step:
         self.keys = [torch.randint(-2, 3, (n, WIDTH)).float() for n in lengths]
         for keys, slots in zip(self.keys, self.slots, strict=True):
             store_kv(keys[:, None], keys[:, None], self.index, self.index, slots)
-        T = int(starts[-1]) + 2
+        self.num_rows, T = int(starts[-1]), int(starts[-1]) + len(padding)
         self.q_TNW = torch.randint(-2, 3, (T, HEADS, WIDTH)).float()
         self.weights_TN = torch.randint(-3, 4, (T, HEADS)).float()
+
+    def to(self, device: str, dtype: torch.dtype) -> Step:
+        """The same on a device, with queries of a type, which holds these whole numbers."""
+        self.index, self.latents, self.weights_TN = (x.to(device) for x in (self.index, self.latents, self.weights_TN))
+        rows, (group,) = self.rows, self.rows.groups
+        self.q_TNW = self.q_TNW.to(device, dtype)
+        self.rows = replace(
+            rows,
+            groups=(GroupRows(group.slot_mapping_T.to(device), group.block_tables_SB.to(device)),),
+            cu_seqlens_q=rows.cu_seqlens_q.to(device),
+            seq_lens_S=rows.seq_lens_S.to(device),
+        )
+        self.cache = LayerCache(self.latents, self.latents, index=self.index)
+        return self
 
     def expected(self, most: int) -> list[list[int]]:
         """The slots of each row, in order of their positions, by sorting scores and positions in Python."""
         found, t = [], 0
         for keys, slots, length, count in zip(self.keys, self.slots, self.lengths, self.counts, strict=True):
             for position in range(length - count, length):
-                products = (self.q_TNW[t] @ keys[: position + 1].mT).relu()
-                scores = (self.weights_TN[t] @ products).tolist()
+                products = (self.q_TNW[t].float().cpu() @ keys[: position + 1].mT).relu()
+                scores = (self.weights_TN[t].cpu() @ products).tolist()
                 best = sorted(range(position + 1), key=lambda p: (-scores[p], p))[:most]
                 found.append(slots[sorted(best)].tolist())
                 t += 1
@@ -80,8 +95,11 @@ def shape(request: pytest.FixtureRequest) -> Shape:
     return SHAPES[request.param]
 
 
-def chosen_slots(chosen: ChosenKeys) -> list[list[int]]:
-    return [slots[:n].tolist() for slots, n in zip(chosen.slots_TK, chosen.counts_T.tolist(), strict=True)]
+def chosen_slots(chosen: ChosenKeys, step: Step) -> list[list[int]]:
+    """Those of each row; padding has none."""
+    counts = chosen.counts_T.tolist()
+    assert not any(counts[step.num_rows :])
+    return [slots[:n].tolist() for slots, n in zip(chosen.slots_TK, counts[: step.num_rows], strict=False)]
 
 
 RUNS: dict[str, Any] = {"reference": ops.choose_keys.reference, "dispatched": ops.choose_keys}
@@ -94,37 +112,38 @@ def test_the_highest_scores_are_chosen_and_of_equal_ones_the_lowest_positions(
 ) -> None:
     step = Step(shape, block_size, dtype)
     chosen: ChosenKeys = RUNS[run](step.q_TNW, step.weights_TN, step.cache, step.rows, 11)
-    found = chosen_slots(chosen)
-    assert found[:-2] == step.expected(11)
-    assert chosen.counts_T[-2:].tolist() == [0, 0]
-    assert chosen.starts.tolist() == [*range(len(found) - 1), *[len(found) - 2] * 2]
+    assert chosen_slots(chosen, step) == step.expected(11)
+    num_padding = len(step.q_TNW) - step.num_rows
+    assert chosen.starts.tolist() == [*range(step.num_rows + 1), *[step.num_rows] * num_padding]
 
 
-def latent_heads() -> LatentHeads:
-    torch.manual_seed(2)
-    return LatentHeads(torch.randn(3, LATENT, 6), torch.randn(3, 5, LATENT), torch.rand(LATENT), 1e-6, 0.3)
+def latent_heads(device: torch.device) -> LatentHeads:
+    maps = (torch.randn(3, LATENT, 6), torch.randn(3, 5, LATENT), torch.rand(LATENT))
+    return LatentHeads(*(x.to(device) for x in maps), 1e-6, 0.3)
 
 
 def inputs(step: Step) -> tuple[Any, ...]:
     """What attention takes before the cache; earlier latents are stored."""
     torch.manual_seed(3)
-    T = len(step.q_TNW)
+    T, device = len(step.q_TNW), step.latents.device
     for slots in step.slots:
-        latents = torch.randn(len(slots), 1, 2 * TURNED + LATENT)
-        store_kv(latents, latents, step.latents, step.latents, slots)
-    q_TW, kv_TC = torch.randn(T, 3 * (6 + 2 * TURNED)), torch.randn(T, LATENT + 2 * TURNED)
-    return q_TW, kv_TC, latent_heads(), torch.rand(T, TURNED), torch.rand(T, TURNED), step.cache, step.rows
+        latents = torch.randn(len(slots), 1, 2 * TURNED + LATENT).to(device)
+        store_kv(latents, latents, step.latents, step.latents, slots.to(device))
+    widths = 3 * (6 + 2 * TURNED), LATENT + 2 * TURNED, TURNED, TURNED
+    q_TW, kv_TC, cos_TR, sin_TR = (torch.randn(T, width).to(device) for width in widths)
+    return q_TW, kv_TC, latent_heads(device), cos_TR, sin_TR, step.cache, step.rows
 
 
 @pytest.mark.parametrize("run", [ops.latent_attention, ops.latent_attention.reference])
 def test_rows_attend_to_what_is_chosen(run: Any, shape: Shape) -> None:
     """As attention over these latents alone, written out; all else in the cache is no number."""
     step = Step(shape)
-    given, heads = inputs(step), latent_heads()
+    given = inputs(step)
     chosen = ops.choose_keys(step.q_TNW, step.weights_TN, step.cache, step.rows, 11)
     found_TNV = run(*given, chosen)
+    heads: LatentHeads = given[2]
     q_TNH = cast(Any, ops.store_latents)(*given)
-    for t, row in enumerate(chosen_slots(chosen)[:-2]):
+    for t, row in enumerate(chosen_slots(chosen, step)):
         keys_CH = step.latents.flatten(0, 2)[row]
         weights_NC = (q_TNH[t] @ keys_CH.mT * heads.scale).softmax(-1)
         expected_NV = torch.einsum("nc,cl,nvl->nv", weights_NC, keys_CH[:, 2 * TURNED :], heads.value_map_NVL)
@@ -134,8 +153,8 @@ def test_rows_attend_to_what_is_chosen(run: Any, shape: Shape) -> None:
 def test_choosing_all_positions_is_attention_to_the_bit(shape: Shape) -> None:
     step = Step(shape)
     every = ops.choose_keys(step.q_TNW, step.weights_TN, step.cache, step.rows, 200)
-    given, attend = inputs(step), cast(Any, ops.latent_attention)
-    assert torch.equal(attend(*given, every)[:-2], attend(*given)[:-2])
+    given, attend, n = inputs(step), cast(Any, ops.latent_attention), step.num_rows
+    assert torch.equal(attend(*given, every)[:n], attend(*given)[:n])
 
 
 def test_a_row_chooses_the_same_whatever_else_is_in_the_step() -> None:
@@ -143,7 +162,7 @@ def test_a_row_chooses_the_same_whatever_else_is_in_the_step() -> None:
     lengths, counts = SHAPES["chunks and decodes"]
     step = Step((lengths, counts))
     step.q_TNW, step.weights_TN = torch.randn_like(step.q_TNW), torch.randn_like(step.weights_TN)
-    every = chosen_slots(ops.choose_keys(step.q_TNW, step.weights_TN, step.cache, step.rows, 11))
+    every = chosen_slots(ops.choose_keys(step.q_TNW, step.weights_TN, step.cache, step.rows, 11), step)
     t = 0
     for s, (length, count) in enumerate(zip(lengths, counts, strict=True)):
         for position in range(length - count, length):
@@ -155,7 +174,7 @@ def test_a_row_chooses_the_same_whatever_else_is_in_the_step() -> None:
             )
             row = slice(t, t + 1)
             alone = ops.choose_keys(step.q_TNW[row], step.weights_TN[row], step.cache, rows, 11)
-            assert chosen_slots(alone) == [every[t]]
+            assert alone.slots_TK[0, : int(alone.counts_T)].tolist() == every[t]
             t += 1
 
 

@@ -86,7 +86,9 @@ def latent_attention_triton(
     out_TNL = q_TNH.new_empty(T, N, L)
     is_decode = rows.max_query_len == 1
     has_single = (is_decode or len(rows.seq_lens_S) > 1) and not is_invariant()
-    parts = attend_single_rows(q_TNH, 2 * R, cache, rows, heads.scale, out_TNL) if has_single else None
+    has_single |= chosen is not None
+    splits = 1 if is_invariant() else None
+    parts = attend_single_rows(q_TNH, 2 * R, cache, rows, heads.scale, out_TNL, splits) if has_single else None
     room = room_for(q_TNH, heads, cache, rows)
     if not (is_decode and has_single):
         room_tiles = 0 if room is None else room.num_tiles

@@ -223,6 +223,11 @@ def _attentions(make: Maker, dtype: torch.dtype) -> Iterator[tuple[str, Call]]:
                 LayerCache(latents, latents), rows,
             )  # fmt: skip
             yield f"latent_attention {max(lens[0])} {N_latent} {cache_dtype}", latent
+        if cache_dtype not in packed:
+            queries, weights = make.floats(T, 16, 40, dtype=dtype), make.floats(T, 16)
+            cache = LayerCache(keys, values, index=make.cache(12, 1, 40, cache_dtype))
+            choose = functools.partial(ops.choose_keys, queries, weights, cache, rows, 20)
+            yield f"choose_keys {max(lens[0])} {cache_dtype}", choose
 
 
 def _parts_of_contexts(make: Maker, dtype: torch.dtype) -> Iterator[tuple[str, Call]]:

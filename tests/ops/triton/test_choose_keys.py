@@ -1,0 +1,82 @@
+"""Choosing positions, and attending to them: against sorting in Python and the reference, in tiles cut anywhere."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from octavo.ops.latent_attention import latent_attention
+from octavo.ops.sparse_attention import ChosenKeys, choose_keys
+from octavo_kernels.triton.attention import choose_keys as module
+from octavo_kernels.triton.attention.choose_keys import choose_keys_triton
+from octavo_kernels.triton.attention.latent_attention import latent_attention_triton
+from octavo_kernels.triton.launch import invariant
+from tests.ops.test_sparse_attention import SHAPES, Step, chosen_slots, inputs
+from tests.triton_interpreter import quick_first
+
+
+@pytest.fixture(autouse=True)
+def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that a context is several of everything."""
+    monkeypatch.setattr(module, "TILE", 16)
+    monkeypatch.setattr(module, "RUN", 32)
+    monkeypatch.setattr(module, "MOST_SCORES", 1000)
+
+
+@pytest.mark.parametrize(
+    ("shape", "block_size", "dtype", "cache_dtype"),
+    quick_first(
+        4,
+        [
+            ("a decode", 16, torch.bfloat16, torch.bfloat16),
+            ("a prompt", 4, torch.float32, torch.float32),
+            ("chunks and decodes", 16, torch.bfloat16, torch.float8_e4m3fn),
+            ("chunks and decodes", 1, torch.float16, torch.float16),
+            ("a prompt", 16, torch.bfloat16, torch.bfloat16),
+            ("a decode", 4, torch.float32, torch.float32),
+        ],
+    ),
+)
+@pytest.mark.parametrize("count", [11, 64])
+def test_the_highest_scores_are_chosen_and_of_equal_ones_the_lowest_positions(
+    shape: str, block_size: int, dtype: torch.dtype, cache_dtype: torch.dtype, count: int, device: str
+) -> None:
+    step = Step(SHAPES[shape], block_size, cache_dtype).to(device, dtype)
+    chosen = choose_keys_triton(step.q_TNW, step.weights_TN, step.cache, step.rows, count)
+    assert chosen_slots(chosen, step) == step.expected(count)
+    reference: ChosenKeys = choose_keys.reference(step.q_TNW, step.weights_TN, step.cache, step.rows, count)
+    assert torch.equal(chosen.starts, reference.starts)
+
+
+def test_scores_of_all_sizes_and_signs_are_told_apart(device: str) -> None:
+    """Floats between whole numbers: neighbours, denormal ones, infinities and both zeros."""
+    step = Step(SHAPES["a prompt"], 16).to(device, torch.float32)
+    step.index.zero_()
+    values = torch.tensor([1.0, 1.0 + 2**-23, -1.0, 1e-42, -1e-42, 0.0, -0.0, 3e38, -3e38, float("inf")])
+    keys = values[torch.randint(0, len(values), (50,))]
+    step.index.flatten(0, 2)[step.slots[0], 0] = keys.to(device)
+    step.q_TNW.zero_()
+    step.q_TNW[:, :2, 0] = torch.tensor([1.0, -1.0], device=device)
+    step.weights_TN[:, :2] = torch.tensor([1.0, -1.0], device=device)
+    for count in (3, 20, 49):
+        chosen = choose_keys_triton(step.q_TNW, step.weights_TN, step.cache, step.rows, count)
+        for t, slots in enumerate(chosen_slots(chosen, step)):
+            best = sorted(range(t + 1), key=lambda p: (-float(keys[p]), p))[:count]
+            assert slots == step.slots[0][sorted(best)].tolist()
+
+
+@pytest.mark.parametrize("is_invariant", [False, True])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_rows_attend_to_what_is_chosen(shape: str, is_invariant: bool, device: str) -> None:
+    step = Step(SHAPES[shape]).to(device, torch.float32)
+    given: tuple[Any, ...] = inputs(step)
+    chosen = choose_keys.reference(step.q_TNW, step.weights_TN, step.cache, step.rows, 11)
+    expected = latent_attention.reference(*given, chosen)[: step.num_rows]
+    if is_invariant:
+        with invariant():
+            found = latent_attention_triton(*given, chosen)[: step.num_rows]
+    else:
+        found = latent_attention_triton(*given, chosen)[: step.num_rows]
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
