@@ -7,18 +7,13 @@ import math
 import random
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import NamedTuple
 
 from octavo.config import EngineConfig
-from octavo.errors import ConfigError
-from octavo.text.chat_template import load_chat_template
-from octavo.text.tokenizer import Tokenizer, load_tokenizer
-from octavo.weights.hub import resolve_model
+from octavo.text.tokenizer import Tokenizer
 from octavo_bench.draft_prompts import KINDS, prompts_of
-from octavo_bench.speculate import Side, SpeculationWork
+from octavo_bench.speculate import MARK, ChatFormat, Side, SpeculationWork
 
-MARK = "<<<message>>>"
 FIRST_LETTER = 1000
 """Number of the first letter; lower ones are for measurements."""
 MOST_HELD = 1024
@@ -58,10 +53,7 @@ class DraftTexts(NamedTuple):
 
 def generate(config: EngineConfig, wanted: WantedTexts, seed: int) -> DraftTexts:
     """Answers to messages in random order. Raises ``ConfigError`` for a model without a tokenizer."""
-    tokenizer = load_tokenizer(Path(config.model.tokenizer or resolve_model(config.model)))
-    if tokenizer is None:
-        raise ConfigError("bench train-draft: the model has no tokenizer")
-    chat, side = ChatFormat(config, tokenizer), Side(config)
+    chat, side = ChatFormat(config.model), Side(config)
     started = time.perf_counter()
     until = started + wanted.max_generation_seconds
     messages = _messages(side, chat, wanted.num_answers, started + MESSAGES_SHARE * wanted.max_generation_seconds)
@@ -79,23 +71,6 @@ def generate(config: EngineConfig, wanted: WantedTexts, seed: int) -> DraftTexts
 def _answers(side: Side, prompts: Sequence[list[int]], work: SpeculationWork, until: float) -> list[DraftText]:
     answered = zip(prompts, side.run(prompts, work, until).tokens, strict=True)
     return [DraftText(prompt + answer, len(prompt)) for prompt, answer in answered if answer]
-
-
-class ChatFormat:
-    """The text around a user message."""
-
-    def __init__(self, config: EngineConfig, tokenizer: Tokenizer) -> None:
-        self.tokenizer = tokenizer
-        template = load_chat_template(config.model, tokenizer)
-        try:
-            rendered = MARK if template.source is None else template.render([{"role": "user", "content": MARK}])
-        finally:
-            template.close()
-        self.is_chat = template.source is not None
-        self.before, _, self.after = rendered.partition(MARK)
-
-    def prompt(self, message: str) -> list[int]:
-        return self.tokenizer.encode(self.before + message + self.after, add_special_tokens=not self.is_chat)
 
 
 def _messages(side: Side, chat: ChatFormat, num_wanted: int, until: float) -> list[str]:

@@ -20,7 +20,7 @@ from octavo.config import EngineConfig, ModelSettings, SpeculativeSettings
 from octavo.errors import ConfigError
 from octavo.sampling_params import SamplingParams
 from octavo.text.chat_template import load_chat_template
-from octavo.text.tokenizer import load_tokenizer
+from octavo.text.tokenizer import Tokenizer, load_tokenizer
 from octavo.types import EngineInfo, EngineStats, Request
 from octavo.weights.hub import resolve_model
 from octavo_bench.draft_prompts import prompts_of
@@ -45,6 +45,30 @@ class SpeculationRun(NamedTuple):
     seconds: float
     stats: EngineStats
     """Differences of the counters of drafts."""
+
+
+MARK = "<<<message>>>"
+
+
+class ChatFormat:
+    """The text around a user message in a model's chat format, if it has one. Raises ``ConfigError`` without a
+    tokenizer."""
+
+    def __init__(self, settings: ModelSettings) -> None:
+        tokenizer = load_tokenizer(Path(settings.tokenizer or resolve_model(settings)))
+        if tokenizer is None:
+            raise ConfigError("model: it has no tokenizer; name another folder or file with --tokenizer")
+        self.tokenizer: Tokenizer = tokenizer
+        template = load_chat_template(settings, tokenizer)
+        try:
+            rendered = MARK if template.source is None else template.render([{"role": "user", "content": MARK}])
+        finally:
+            template.close()
+        self.is_chat = template.source is not None
+        self.before, _, self.after = rendered.partition(MARK)
+
+    def prompt(self, message: str) -> list[int]:
+        return self.tokenizer.encode(self.before + message + self.after, add_special_tokens=not self.is_chat)
 
 
 class Side:
@@ -93,7 +117,8 @@ def measure(config: EngineConfig, work: SpeculationWork) -> dict[str, Any]:
     half = dataclasses.replace(config.cache, gpu_memory_utilization=config.cache.gpu_memory_utilization / 2)
     plain = dataclasses.replace(config, speculative=SpeculativeSettings(), cache=half)  # both are on one GPU
     num_rounds = work.rounds + 1
-    prompts = {kind: _tokens(config.model, kind, num_rounds * sum(work.batches)) for kind in work.kinds}
+    chat, count = ChatFormat(config.model), num_rounds * sum(work.batches)
+    prompts = {kind: [chat.prompt(text) for text in prompts_of(kind, 0, count)] for kind in work.kinds}
     sides = [Side(plain), Side(config)]
     info = sides[0].info
     is_exact = info.device == "cpu" or config.model.batch_invariant
@@ -117,22 +142,6 @@ def _portable(text: str) -> dict[str, Any]:
 
 def _setup(info: EngineInfo, work: SpeculationWork) -> dict[str, Any]:
     return {"architecture": info.architecture, "dtype": info.dtype, "device": info.device, **work._asdict()}
-
-
-def _tokens(settings: ModelSettings, kind: str, count: int) -> list[list[int]]:
-    """The prompts of a kind, in the model's chat format if it has one."""
-    tokenizer = load_tokenizer(Path(settings.tokenizer or resolve_model(settings)))
-    if tokenizer is None:
-        raise ConfigError("bench speculate: the model has no tokenizer")
-    template = load_chat_template(settings, tokenizer)
-    texts = prompts_of(kind, 0, count)
-    if template.source is None:
-        return [tokenizer.encode(text) for text in texts]
-    try:
-        rendered = [template.render([{"role": "user", "content": text}]) for text in texts]
-    finally:
-        template.close()
-    return [tokenizer.encode(text, add_special_tokens=False) for text in rendered]
 
 
 def _row(kind: str, batch: int, runs: Sequence[Sequence[SpeculationRun]]) -> dict[str, Any]:
