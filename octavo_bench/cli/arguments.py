@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import json
 from collections.abc import Collection
 from importlib.util import find_spec
+from typing import Any
 
-from octavo.cli.settings import flag_name, load_config, positive
+from octavo.cli.settings import above_zero, flag_name, load_config, positive
 from octavo.config import EngineConfig, cache_dir
 from octavo.errors import ConfigError
 
@@ -20,6 +22,27 @@ def numbers(text: str) -> list[int]:
 def reals(text: str) -> list[float]:
     """``"1,2.5"`` as numbers."""
     return [float(part) for part in text.split(",")]
+
+
+def rates(text: str) -> list[float]:
+    """``"1,2.5"`` as numbers above 0."""
+    return [above_zero(part) for part in text.split(",")]
+
+
+def percentiles(text: str) -> list[float]:
+    """``"50,99.9"`` as numbers from 0 to 100."""
+    found = reals(text)
+    if not all(0 <= percent <= 100 for percent in found):
+        raise argparse.ArgumentTypeError(f"each must be from 0 to 100, got {text}")
+    return found
+
+
+def json_object(text: str) -> dict[str, Any]:
+    """An object of JSON."""
+    found = json.loads(text)
+    if not isinstance(found, dict):
+        raise argparse.ArgumentTypeError(f"must be a JSON object, got {text}")
+    return found
 
 
 def words(text: str) -> list[str]:

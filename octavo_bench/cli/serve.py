@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from octavo.cli.settings import positive
+from octavo.cli.settings import above_zero, at_least_0, positive
 from octavo.errors import ConfigError
-from octavo_bench.cli.arguments import numbers, reals, refuse_unused
+from octavo_bench.cli.arguments import json_object, numbers, percentiles, rates, refuse_unused
 from octavo_bench.cli.results import add_kind, say
 
 if TYPE_CHECKING:
@@ -18,7 +17,7 @@ if TYPE_CHECKING:
 
 OF_SEARCH = ("search_seconds", "probe_seconds", "clients")
 DEFAULT_PROMPTS = 100
-NOT_OF_SEARCH = ("csv", "num_warmups", "metric_percentiles", "num_prompts")
+NOT_OF_SEARCH = ("csv", "num_warmups", "metric_percentiles", "num_prompts", "sweep", "concurrency", "request_rate")
 
 
 def add_kinds(kinds: Any) -> None:
@@ -36,15 +35,15 @@ def add_kinds(kinds: Any) -> None:
         help="closed loop: clients with one request at a time each",
     )
     one.add_argument(
-        "--request-rate", type=reals, metavar="R,...", help="open loop: requests a second; inf: all at once"
+        "--request-rate", type=rates, metavar="R,...", help="open loop: requests a second; inf: all at once"
     )
-    load.add_argument("--burstiness", type=float, default=1.0, help="of arrivals: 1 is Poisson, less is burstier")
+    load.add_argument("--burstiness", type=above_zero, default=1.0, help="of arrivals: 1 is Poisson, less is burstier")
     load.add_argument("--sweep", action="store_true", help="double the load until the throughput stops growing")
     load.add_argument(
         "--search", action="store_true", help="find the highest request rate at which 99 %% are within --goodput"
     )
-    load.add_argument("--search-seconds", type=float, default=60.0, help="how long --search takes, about")
-    load.add_argument("--probe-seconds", type=float, default=5.0, help="for which --search judges each rate")
+    load.add_argument("--search-seconds", type=above_zero, default=60.0, help="how long --search takes, about")
+    load.add_argument("--probe-seconds", type=above_zero, default=5.0, help="for which --search judges each rate")
     load.add_argument("--clients", type=positive, default=1, help="processes that share the requests of --search")
     work = serve.add_argument_group("workload")
     work.add_argument(
@@ -54,15 +53,15 @@ def add_kinds(kinds: Any) -> None:
         "chunked_prefill, prefix_caching, or all of these five",
     )
     work.add_argument("--num-prompts", type=positive, help="requests of each load, later turns included (default: 100)")
-    work.add_argument("--num-warmups", type=int, default=1, help="requests before each load that do not count")
+    work.add_argument("--num-warmups", type=at_least_0, default=1, help="requests before each load that do not count")
     work.add_argument("--input-len", type=positive, help="mean prompt tokens; default: the workload's")
     work.add_argument("--output-len", type=positive, help="mean output tokens; default: the workload's")
     work.add_argument("--vocab-size", type=positive, default=20_000, help="prompts are made of tokens below this")
-    work.add_argument("--extra-body", type=json.loads, default={}, help="JSON of more fields; null leaves one out")
+    work.add_argument("--extra-body", type=json_object, default={}, help="JSON of more fields; null leaves one out")
     work.add_argument("--seed", type=int, default=0, help="of lengths and arrivals; contents are new in each run")
-    work.add_argument("--timeout", type=float, default=600.0, help="seconds that a request may take")
+    work.add_argument("--timeout", type=above_zero, default=600.0, help="seconds that a request may take")
     figures = serve.add_argument_group("figures")
-    figures.add_argument("--metric-percentiles", type=reals, default=[50, 90, 95, 99])
+    figures.add_argument("--metric-percentiles", type=percentiles, default=[50, 90, 95, 99])
     figures.add_argument(
         "--goodput",
         nargs="+",
@@ -79,7 +78,6 @@ def _serve(args: argparse.Namespace) -> dict[str, Any]:
     from octavo_bench.serve_figures import parse_goodput, write_csv
     from octavo_bench.serve_load import SERVING, Load, ServeWork, Target
 
-    _check(args)
     if args.search:
         refuse_unused(args, NOT_OF_SEARCH, "has no effect on --search")
     else:
@@ -139,23 +137,3 @@ def _search(args: argparse.Namespace, target: Target, work: ServeWork) -> dict[s
         return search_server(target, work, search, clients, print_probe)
     finally:
         clients.close()
-
-
-def _check(args: argparse.Namespace) -> None:
-    """Raise ``ConfigError`` for a number that is out of range."""
-    for name in ("request_rate", "concurrency"):
-        if not all(value > 0 for value in getattr(args, name) or ()):
-            raise ConfigError(f"{name}: must be above 0")
-    for name in ("burstiness", "timeout", "search_seconds", "probe_seconds"):
-        if not getattr(args, name) > 0:
-            raise ConfigError(f"{name}: must be above 0")
-    if not all(0 <= percent <= 100 for percent in args.metric_percentiles):
-        raise ConfigError("metric_percentiles: each is from 0 to 100")
-    if args.search and (args.sweep or args.concurrency or args.request_rate):
-        raise ConfigError("search: finds the request rate itself; leave --sweep, --concurrency and --request-rate out")
-    if args.num_warmups < 0:
-        raise ConfigError("num_warmups: must not be below 0")
-    if args.vocab_size < 2:
-        raise ConfigError("vocab_size: must be at least 2")
-    if not isinstance(args.extra_body, dict):
-        raise ConfigError("extra_body: must be a JSON object")

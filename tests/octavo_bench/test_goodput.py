@@ -119,8 +119,3 @@ def test_a_server_is_searched(
     (row,) = result["rows"]
     assert (row["passed"], row["failed"], row["goodput_share"]) == (True, 0, 1.0)
     assert result["highest"] == [{"workload": "fixed", "goodput_requests_s": row["rate"]}]
-
-
-def test_a_search_and_a_load_exclude_each_other(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", "serve", "http://127.0.0.1:1", "--search", "--request-rate", "2"]) == 2
-    assert "search: finds the request rate itself" in capsys.readouterr().err
