@@ -12,6 +12,7 @@ from typing import Any
 
 from octavo.errors import RequestError
 from octavo_server.dialects.chat_reply import ChatReply
+from octavo_server.dialects.openai.rendering import TokenNames, chat_logprobs
 from octavo_server.dialects.responses.body import ResponseBody
 from octavo_server.dialects.responses.events import ResponseEvents
 from octavo_server.dialects.responses.records import Record
@@ -102,11 +103,13 @@ def end_status(choice: GeneratedChoice) -> str:
 class ResponseAnswer:
     """Renders one reply as a response object and as events."""
 
-    def __init__(self, record: Record, reply: ChatReply) -> None:
+    def __init__(self, record: Record, names: TokenNames | None, reply: ChatReply) -> None:
+        """``names`` are for log-probabilities, if they are asked for: such a stream cannot be read again."""
         self.response, self.id = record.response, record.id
+        self._names = names
         self._reply = reply
         self._events = ResponseEvents(record.response)
-        record.deltas = self._events.deltas
+        record.deltas = self._events.deltas if names is None else None
 
     def unstreamed(self, choices: list[GeneratedChoice]) -> dict[str, Any]:
         """The final response object, once the choice is finished."""
@@ -115,11 +118,19 @@ class ResponseAnswer:
 
     def frames(self, choice: GeneratedChoice) -> bytes:
         """The events for new output."""
-        data = self._events.frames(self._reply.pieces())
+        data = self._events.frames(self._reply.pieces(), self._take_logprobs())
         if choice.finish_reason is not None:
             data += self._events.close(end_status(choice))
             ended(self.response, choice)
         return data
+
+    def _take_logprobs(self) -> list[dict[str, Any]]:
+        """Those of the tokens that pieces were made of."""
+        if self._names is None:
+            return []
+        found = chat_logprobs(self._reply.logprobs, self._names, self.response["top_logprobs"])["content"]
+        self._reply.logprobs.clear()
+        return found
 
     def last_frames(self) -> bytes:
         """The final event, once the choice is finished."""

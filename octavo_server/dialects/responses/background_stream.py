@@ -44,7 +44,9 @@ class LiveResponse:
     def finished(cls, record: Record) -> LiveResponse:
         """A finished response, to be read again. Raises ``InvalidParameter`` if its events are not known."""
         if record.deltas is None:
-            raise InvalidParameter("stream", "This response was stored by an earlier version, and cannot be streamed.")
+            raise InvalidParameter(
+                "stream", "This response has log-probabilities, or is of an earlier version, and cannot be streamed."
+            )
         live = cls(record)
         live.pieces = list(pieces_of(record.response["output"], record.deltas))
         live.is_finished = True

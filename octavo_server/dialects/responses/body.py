@@ -7,7 +7,6 @@ from typing import Any
 import msgspec
 
 from octavo.errors import InvalidParameter
-from octavo.sampling_params import MAX_LOGPROBS
 from octavo_server.dialects.chat_reply import FieldNames, Translated
 from octavo_server.dialects.history import LeftOut
 from octavo_server.dialects.openai.chat import IGNORED_IN_CHAT, ChatBody, effort, refused_elsewhere
@@ -34,8 +33,8 @@ IGNORED: dict[str, tuple[Any, ...]] = IGNORED_IN_CHAT | {
 """No tools run on this server, and a conversation that does not fit is rejected, never shortened."""
 ACCEPTED = frozenset({"client_metadata", "request_id"})
 LOGPROBS = "message.output_text.logprobs"
-INCLUDED = ("reasoning.encrypted_content",)
-"""Values of ``include`` without effect, as reasoning is returned unencrypted. Others ask about tools of a server."""
+INCLUDED = (LOGPROBS, "reasoning.encrypted_content")
+"""Values of ``include`` that are honoured; reasoning is returned unencrypted. Others ask about tools of a server."""
 SAME = (
     *("model", "parallel_tool_calls", "stream", "prompt_cache_key", "prompt_cache_retention", "session_id", "user"),
     *("timeout", "priority", "cache_salt", "return_token_ids", "stop", "stop_token_ids", "bad_words", "logit_bias"),
@@ -148,6 +147,8 @@ def without_effect(body: ResponseBody, services: ModelServices) -> list[str]:
         named += ["reasoning.max_tokens"] if body.reasoning.max_tokens is not None else []
         named += ["thinking_token_budget"] if "thinking_token_budget" in body.sampling else []
     named += [f"include.{name}" for name in body.include if name not in INCLUDED]
+    if body.top_logprobs and LOGPROBS not in body.include:
+        named.append("top_logprobs")
     if body.stream_options is not None and body.stream_options.include_obfuscation:
         named.append("stream_options.include_obfuscation")
     return named if body.text.verbosity in (None, "medium") else [*named, "text.verbosity"]
@@ -156,12 +157,8 @@ def without_effect(body: ResponseBody, services: ModelServices) -> list[str]:
 def check(body: ResponseBody) -> None:
     """Validate what chat completions do not. Raises ``RequestError``."""
     check_max_tokens("max_output_tokens", body.max_output_tokens)
-    if LOGPROBS in body.include:
-        raise UnsupportedParameter("include", f"'{LOGPROBS}' is not supported here; chat completions have it.")
-    if not 0 <= body.top_logprobs <= MAX_LOGPROBS:
-        raise InvalidParameter("top_logprobs", f"'top_logprobs' must be from 0 to {MAX_LOGPROBS}.")
-    if body.top_logprobs:
-        raise UnsupportedParameter("top_logprobs", "'top_logprobs' is not supported here; chat completions have it.")
+    if LOGPROBS in body.include and body.background:
+        raise UnsupportedParameter("include", f"'{LOGPROBS}' is not supported with 'background'.")
     if body.background and not body.store:
         raise InvalidParameter("background", "'background' needs 'store': the answer is fetched by its id.")
     if body.conversation is not None and body.previous_response_id is not None:
@@ -196,6 +193,8 @@ def translated(body: ResponseBody, history: list[Item], num_earlier: int = 0, ta
         tool_choice=chat_choice(body.tool_choice, tools, len(body.tools)),
         response_format=_format(body.text.format),
         reasoning_effort=body.reasoning.effort,
+        logprobs=LOGPROBS in body.include,
+        top_logprobs=body.top_logprobs if LOGPROBS in body.include else None,
         **{name: getattr(body, name) for name in SAME},
     )
     list_places = {"messages": places, "tools": [tool.place for tool in tools]}

@@ -10,6 +10,7 @@ from starlette.responses import Response
 from octavo.errors import InvalidParameter, Unavailable
 from octavo_server.dialects.chat_reply import Translated, chat_request, num_prompt_tokens, submission
 from octavo_server.dialects.openai.render import generate_bodies
+from octavo_server.dialects.openai.rendering import TokenNames
 from octavo_server.dialects.responses.answer import ResponseAnswer, ResponseStream, begun
 from octavo_server.dialects.responses.background import BackgroundResponses
 from octavo_server.dialects.responses.background_stream import LiveResponse, event_stream, position
@@ -50,7 +51,9 @@ async def _translate(body: ResponseBody, services: ModelServices, request: Reque
         return json_response(record.response, headers)
     stored = partial(keep, services.server, caller, record)
     stream = partial(ResponseStream, keep=stored)
-    return submission(services, chat, request, partial(ResponseAnswer, record), stream, names, keep=stored)
+    names_of_tokens = TokenNames(services.tokenizer, as_ids=False) if chat.logprobs else None
+    answer = partial(ResponseAnswer, record, names_of_tokens)
+    return submission(services, chat, request, answer, stream, names, keep=stored)
 
 
 async def _conversation(

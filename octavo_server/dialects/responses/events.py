@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import re
+import sys
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -32,6 +33,8 @@ class ResponseEvents:
         self.number = 0
         """Of the next event."""
         self._after = after
+        self._logprobs: list[tuple[dict[str, Any] | None, bytes]] = []
+        """Of tokens whose text is not shown yet, with their bytes; ``None`` for the rest of a token that was shown."""
         self._call_types = CallTypes(response["tools"])
         self._is_begun = self._is_in_progress = False
         self._is_open = False
@@ -58,8 +61,9 @@ class ResponseEvents:
         self.response["status"] = "in_progress"
         return data + self._event("response.in_progress", response=self.response)
 
-    def frames(self, pieces: Iterable[Piece]) -> bytes:
-        """The events of further output."""
+    def frames(self, pieces: Iterable[Piece], logprobs: Iterable[dict[str, Any]] = ()) -> bytes:
+        """The events of further output, and of the tokens that came since, ``logprobs``."""
+        self._logprobs += [(entry, bytes(entry["bytes"])) for entry in logprobs]
         return self.start() + b"".join([event for piece in pieces for event in self._piece(piece)])
 
     def close(self, status: str) -> bytes:
@@ -78,6 +82,7 @@ class ResponseEvents:
 
     def _piece(self, piece: Piece) -> Iterator[bytes]:
         if not isinstance(piece, Text):
+            self._logprobs = []
             yield from self._call(piece)
             return
         kind = "message" if piece.kind == "content" else "reasoning"
@@ -86,10 +91,28 @@ class ResponseEvents:
             yield from self._close("completed")
             yield from self._open(kind)
         item = output[-1]
-        item["content"][0]["text"] += piece.text
+        part, extra = item["content"][0], dict[str, Any]()
+        part["text"] += piece.text
         self.deltas.append(len(piece.text))
-        extra: dict[str, Any] = {"logprobs": []} if kind == "message" else {}
+        logprobs = self._take_logprobs(piece.text.encode()) if self._logprobs else []
+        if kind == "message":
+            part["logprobs"] += logprobs
+            extra["logprobs"] = logprobs
         yield self._event(f"response.{PART_TYPES[kind]}.delta", **self._place(), delta=piece.text, **extra)
+
+    def _take_logprobs(self, text: bytes) -> list[dict[str, Any]]:
+        """Those of the tokens that wrote ``text``, or of all if they wrote other bytes. Those before it are dropped."""
+        start = b"".join([rest for _, rest in self._logprobs]).find(text)
+        start, end, place = max(start, 0), sys.maxsize if start < 0 else start + len(text), 0
+        found, left = [], []
+        for entry, rest in self._logprobs:
+            begin, place = place, place + len(rest)
+            if begin < end and place > start and entry is not None:
+                found.append(entry)
+            if place > end:
+                left.append((entry if begin >= end else None, rest[max(0, end - begin) :]))
+        self._logprobs = left
+        return found
 
     def _open(self, kind: str) -> Iterator[bytes]:
         """Begin an output item with one text part."""
@@ -114,8 +137,9 @@ class ResponseEvents:
         self._is_open = False
         item = self.response["output"][-1]
         item["status"] = status
-        part = item["content"][0]
-        extra: dict[str, Any] = {"logprobs": []} if item["type"] == "message" else {}
+        part, extra = item["content"][0], dict[str, Any]()
+        if item["type"] == "message":
+            extra["logprobs"] = part["logprobs"]
         yield self._event(f"response.{part['type']}.done", **self._place(), text=part["text"], **extra)
         yield self._event("response.content_part.done", **self._place(), part=part)
         yield self._done(item)

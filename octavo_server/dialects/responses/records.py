@@ -31,7 +31,8 @@ class Record(msgspec.Struct):
     response: dict[str, Any]
     history: list[Item]
     deltas: list[int] | None = None
-    """Length of each delta of the output's texts, in order; ``None`` in records of earlier versions."""
+    """Length of each delta of the output's texts, in order; ``None`` with log-probabilities, and in records of earlier
+    versions."""
     is_restarted: bool = False
     """Whether the output was begun again after a client may have seen some that differs."""
     num_inputs: int = 0

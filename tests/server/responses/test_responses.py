@@ -306,6 +306,41 @@ def test_what_a_job_does_not_foresee_ends_the_response(serve_app: Any, monkeypat
     assert "secret" not in json.dumps(ended)
 
 
+def test_log_probabilities_are_those_of_chat_completions(server: Served) -> None:
+    asked: Any = {"include": ["message.output_text.logprobs"], "top_logprobs": 1, "max_output_tokens": 6}
+    expected = server.chat(logprobs=True, top_logprobs=1, max_tokens=6).json()["choices"][0]["logprobs"]["content"]
+    answer = post(server, **asked).json()
+    assert len(expected) == 6
+    assert answer["output"][0]["content"][0]["logprobs"] == expected
+    events = list(client(server).responses.create(model="test", input="Hi", stream=True, **asked))
+    deltas = [event.to_dict()["logprobs"] for event in events if event.type == "response.output_text.delta"]
+    assert len(deltas) > 1
+    assert [each for delta in deltas for each in delta] == expected
+    (done,) = (event.to_dict() for event in events if event.type == "response.output_text.done")
+    assert done["logprobs"] == expected
+    assert events[-1].to_dict()["response"]["output"] == [
+        {**answer["output"][0], "id": events[-1].to_dict()["response"]["output"][0]["id"]}
+    ]
+    again = server.client.get(f"/v1/responses/{answer['id']}?stream=true")
+    assert (again.status_code, "log-probabilities" in again.json()["error"]["message"]) == (400, True)
+    plain = post(server, top_logprobs=1)
+    assert plain.headers["x-octavo-unknown-fields"] == "top_logprobs"
+    assert plain.json()["output"][0]["content"][0]["logprobs"] == []
+
+
+def test_log_probabilities_are_those_of_the_text_alone(serve_app: Any) -> None:
+    """Not of reasoning, and of the tokens around it that are not shown."""
+    engine = InProcessEngine(lambda request: [*b"<think>Yes.</think>\n\nYes\xc3\xa9", IM_END])
+    served = serve_app(engine, reasoning_parser="qwen3")
+    asked: Any = {"include": ["message.output_text.logprobs"], "max_output_tokens": 50}
+    events = list(client(served).responses.create(model="test", input="Hi", stream=True, **asked))
+    (done,) = (event.to_dict() for event in events if event.type == "response.output_text.done")
+    whole = post(served, **asked).json()["output"][-1]["content"][0]
+    for part in (done, whole):
+        assert part["text"] == "Yes\xe9"
+        assert [byte for each in part["logprobs"] for byte in each["bytes"]] == [*"Yes\xe9".encode()]
+
+
 def test_sampling_is_that_of_chat_completions(serve_app: Any) -> None:
     served = serve_app()
     more = {"top_k": 5, "min_p": 0.1, "seed": 3, "repetition_penalty": 1.5, "presence_penalty": 0.5, "top_p": 0.75}
@@ -336,14 +371,14 @@ def test_sampling_is_that_of_chat_completions(serve_app: Any) -> None:
         ({"input": [{"type": "function_call_output", "output": "x"}]}, "input"),
         ({"max_output_tokens": 0}, "max_output_tokens"),
         ({"background": True, "store": False}, "background"),
-        ({"include": ["message.output_text.logprobs"]}, "include"),
+        ({"include": ["message.output_text.logprobs"], "background": True}, "include"),
         ({"tools": [{"type": "web_search"}], "tool_choice": "required"}, "tool_choice"),
         ({"tools": [*TOOLS, {"type": "web_search"}], "tool_choice": {"type": "web_search"}}, "tool_choice"),
         ({"tools": [{"type": "namespace", "name": "a", "tools": {}}]}, "tools"),
         ({"tools": [{"type": "custom", "name": "a", "format": {"type": "grammar", "syntax": "bnf"}}]}, "tools"),
         ({"conversation": {"name": "conv_1"}}, "conversation"),
         ({"conversation": "conv_1", "previous_response_id": "resp_other"}, "conversation"),
-        ({"top_logprobs": 3}, "top_logprobs"),
+        ({"include": ["message.output_text.logprobs"], "top_logprobs": 21}, "top_logprobs"),
         ({"temperature": 101}, "temperature"),
         ({"previous_response_id": "resp_other"}, "previous_response_id"),
         ({"metadata": {"a": 7}}, "metadata"),
