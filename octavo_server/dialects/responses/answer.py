@@ -128,7 +128,9 @@ class ResponseAnswer:
         """Those of the tokens that pieces were made of."""
         if self._names is None:
             return []
-        found = chat_logprobs(self._reply.logprobs, self._names, self.response["top_logprobs"])["content"]
+        found: list[dict[str, Any]] = chat_logprobs(self._reply.logprobs, self._names, self.response["top_logprobs"])[
+            "content"
+        ]
         self._reply.logprobs.clear()
         return found
 
