@@ -25,33 +25,29 @@ OF_ABLATION = ("model", "load_format", "device", "seed", "revision", "download_d
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """One sub-command for each measurement."""
+    """One sub-command for each measurement, in the order of docs/benchmarks.md."""
     kinds = parser.add_subparsers(dest="kind", required=True, metavar="WHAT")
-    _add_engine_runs(kinds)
-    _add_kernels(kinds)
-    _add_surroundings(kinds)
-    tools.add_kinds(kinds)
+    peer.add_peer(kinds)
+    peer.add_embeddings(kinds)
+    serve.add_kinds(kinds)
+    _add_throughput(kinds)
     _add_ablation(kinds)
+    _add_quality(kinds)
     _add_speculate(kinds)
     drafts.add_kinds(kinds)
-    _add_quality(kinds)
-    serve.add_kinds(kinds)
+    peer.add_first_minute(kinds)
+    _add_times(kinds)
+    _add_kernels(kinds)
+    tools.add_checks(kinds)
     chaos.add_kinds(kinds)
+    tools.add_tools(kinds)
 
 
 run = measure_and_finish
 
 
-def _add_engine_runs(kinds: Any) -> None:
-    """Measurements of an engine that is built in this process."""
-    help = "prefill and decode tokens per second, in this process"
-    offline = add_kind(kinds, "offline", help, "offline.measure", has_engine=True)
-    peer.add_work(offline)
-    offline.add_argument("--temperature", type=float, default=0.0, help="of every request; 0 is greedy")
-    offline.add_argument("--top-k", type=int, default=0, help="of every request; 0: off")
-    offline.add_argument("--top-p", type=float, default=1.0, help="of every request")
-    _add_peak(offline)
-
+def _add_throughput(kinds: Any) -> None:
+    """Many requests, or so many at a time, in this process."""
     help = "throughput and latency of many requests, also at several values of a setting or a length"
     throughput = add_kind(kinds, "throughput", help, "throughput.measure", has_engine=True)
     throughput.add_argument("--num-prompts", type=positive, default=1000)
@@ -66,20 +62,13 @@ def _add_engine_runs(kinds: Any) -> None:
     throughput.add_argument("--rounds", type=positive, default=3, help="visits to each value, in turns")
     _add_peak(throughput)
 
-    help = "where the time of a step goes, kernel by kernel"
-    profile = add_kind(kinds, "profile", help, "step_profile.measure", has_engine=True)
-    profile.add_argument("--batches", type=numbers, default=[1, 16, 64, 256], help="sequences of a step")
-    profile.add_argument("--context", type=positive, default=256, help="tokens of each sequence")
-    profile.add_argument("--steps", type=positive, default=20)
-    profile.add_argument("--prefill", type=numbers, default=[2048], help="lengths of prompts computed alone")
-    profile.add_argument("--traces", type=Path, help="folder for traces that Perfetto opens; default: a temporary one")
-
-    help = "what `octavo simulate` predicts beside what the engine does"
-    fidelity = add_kind(kinds, "fidelity", help, "fidelity.run", has_engine=True)
-    fidelity.add_argument("--num-prompts", type=positive, default=40, help="requests of a workload in each round")
-    fidelity.add_argument(
-        "--rounds", type=positive, default=5, help="parts of each workload; all together are compared"
-    )
+    help = "prefill and decode tokens per second, in this process"
+    offline = add_kind(kinds, "offline", help, "offline.measure", has_engine=True)
+    peer.add_work(offline)
+    offline.add_argument("--temperature", type=float, default=0.0, help="of every request; 0 is greedy")
+    offline.add_argument("--top-k", type=int, default=0, help="of every request; 0: off")
+    offline.add_argument("--top-p", type=float, default=1.0, help="of every request")
+    _add_peak(offline)
 
 
 def _add_peak(parser: argparse.ArgumentParser) -> None:
@@ -89,69 +78,6 @@ def _add_peak(parser: argparse.ArgumentParser) -> None:
         metavar="TFLOP/S",
         help="of the device, for model FLOPs utilisation; default: dense 16-bit arithmetic by the GPU's data sheet",
     )
-
-
-def _add_kernels(kinds: Any) -> None:
-    """Measurements of a device and of single kernels."""
-    help = "what this host's GPUs exchange, compared with NCCL's and torch's"
-    collectives = add_kind(kinds, "collectives", help, "collectives.measure", on_gpu=True)
-    rows = [1, 4, 16, 32, 64, 128, 256, 1024, 2048, 8192]
-    collectives.add_argument("--rows", type=numbers, default=rows)
-    collectives.add_argument("--widths", type=numbers, default=[4096], help="numbers in a row, of bfloat16")
-
-    help = "time and error of each kernel for CUDA devices, beside the limits"
-    kernels = add_kind(kinds, "kernels", help, "kernels.measure", on_gpu=True)
-    shapes = ["qwen3-8b", "llama-3.2-1b", "qwen3-0.6b"]
-    kernels.add_argument("models", nargs="*", default=shapes, help="shapes' names")
-    kernels.add_argument("--rows", type=numbers, default=[1, 2, 4, 8, 16, 32, 64, 128], help="rows of x")
-    kernels.add_argument("--deadline", type=float, default=float("inf"), help="seconds; what comes later is left out")
-
-    help = "time of layers with recurrent state, for prompts, on a GPU"
-    recurrences = add_kind(kinds, "recurrences", help, "recurrences.measure", on_gpu=True)
-    recurrences.add_argument("models", nargs="*", default=["qwen3.5-9b", "nemotron-h-8b"], help="in recurrences.py")
-    recurrences.add_argument("--tokens", type=numbers, default=[16, 32, 64, 128, 512, 2048, 8192], help="of a prompt")
-    recurrences.add_argument("--sequences", type=numbers, default=[1, 8], help="prompts in a step")
-
-    help = "time and error of products with packed weights, by format, on a GPU"
-    packed = add_kind(kinds, "packed", help, "packed_weights.measure", on_gpu=True)
-    packed.add_argument("models", nargs="*", default=["qwen3-8b"], help="shapes' names, also of mixtures")
-    packed.add_argument(
-        "--formats",
-        type=words,
-        default=["int4", "mxfp4", "nvfp4", "q4_0", "q4_k", "q6_k"],
-        help="comma-separated: int4, int4-zeros, int8, fp8 (groups of 128), mxfp4, nvfp4, q4_0, q4_1, q8_0, q4_k, q6_k",
-    )
-    packed.add_argument("--rows", type=numbers, default=[1, 2, 16, 64, 256, 1024], help="rows of x, or tokens")
-    packed.add_argument("--deadline", type=float, default=float("inf"), help="seconds; what comes later is left out")
-
-
-def _add_surroundings(kinds: Any) -> None:
-    """Measurements of what is around the device's work, and of other engines."""
-    peer.add_peer(kinds)
-    peer.add_embeddings(kinds)
-
-    help = "the engine's own time per step, with an instant runner"
-    overhead = add_kind(kinds, "overhead", help, "overhead.measure")
-    overhead.add_argument("--sequences", type=numbers, default=[1, 64, 256])
-    overhead.add_argument("--prompt", type=positive, default=256, help="prompt tokens of each")
-    overhead.add_argument("--steps", type=positive, default=500)
-    overhead.add_argument("--policies", nargs="+", choices=POLICY_NAMES, default=["fcfs"])
-    overhead.add_argument("--waiting", type=at_least_0, default=0, help="more sequences, which wait meanwhile")
-    overhead.add_argument("--seen", nargs="+", type=at_least_0, default=[0], help="requests that came and went before")
-
-    front = add_kind(kinds, "front", "processor time of the front process per streamed token", "front.measure")
-    front.add_argument("--streams", type=numbers, default=[16, 64])
-    front.add_argument("--seconds", type=above_zero, default=2.0, help="length of each stream")
-    front.add_argument("--steps-ms", type=reals, default=[10.0], help="paces of the engine behind it")
-    front.add_argument("--newcomers", type=float, default=0.0, help="as a load: requests a second with long prompts")
-    front.add_argument("--burst", type=positive, default=1, help="newcomers that come together")
-    front.add_argument("--schemas", type=float, default=0.0, help="as a load: requests a second with hostile schemas")
-    front.add_argument("--rounds", type=positive, default=1)
-    front.add_argument("--proxy", action="store_true", help="also through `octavo serve --backend openai`, in turns")
-    front.add_argument("--journal", action="store_true", help="also with a journal and keyed requests, in turns")
-    front.add_argument("--vllm", metavar="PYTHON", help="an interpreter with vLLM, whose server is measured in turns")
-
-    peer.add_first_minute(kinds)
 
 
 def _add_ablation(kinds: Any) -> None:
@@ -173,18 +99,6 @@ def _add_ablation(kinds: Any) -> None:
         type=above_zero,
         default=280,
         help="seconds; after the first round, none begins that would not end by then",
-    )
-
-
-def _add_speculate(kinds: Any) -> None:
-    help = "speculative decoding beside decoding without it"
-    speculate = add_kind(kinds, "speculate", help, "speculate.measure", has_engine=True)
-    speculate.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS), help="kinds of prompts")
-    speculate.add_argument("--batches", type=numbers, default=[1, 4], help="sequences at a time")
-    speculate.add_argument("--max-tokens", type=positive, default=128, help="most tokens of an answer")
-    speculate.add_argument("--temperature", type=float, default=0.0)
-    speculate.add_argument(
-        "--rounds", type=positive, default=3, help="in which the two engines take turns, after a first"
     )
 
 
@@ -228,3 +142,81 @@ def _add_quality(kinds: Any) -> None:
         default=3,
         help="in which decoding is timed; the table has the fastest; 0 for none (default: 3)",
     )
+
+
+def _add_speculate(kinds: Any) -> None:
+    help = "speculative decoding beside decoding without it"
+    speculate = add_kind(kinds, "speculate", help, "speculate.measure", has_engine=True)
+    speculate.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS), help="kinds of prompts")
+    speculate.add_argument("--batches", type=numbers, default=[1, 4], help="sequences at a time")
+    speculate.add_argument("--max-tokens", type=positive, default=128, help="most tokens of an answer")
+    speculate.add_argument("--temperature", type=float, default=0.0)
+    speculate.add_argument(
+        "--rounds", type=positive, default=3, help="in which the two engines take turns, after a first"
+    )
+
+
+def _add_times(kinds: Any) -> None:
+    """Where time goes: in deciding, in serving, and in a step."""
+    help = "the engine's own time per step, with an instant runner"
+    overhead = add_kind(kinds, "overhead", help, "overhead.measure")
+    overhead.add_argument("--sequences", type=numbers, default=[1, 64, 256])
+    overhead.add_argument("--prompt", type=positive, default=256, help="prompt tokens of each")
+    overhead.add_argument("--steps", type=positive, default=500)
+    overhead.add_argument("--policies", nargs="+", choices=POLICY_NAMES, default=["fcfs"])
+    overhead.add_argument("--waiting", type=at_least_0, default=0, help="more sequences, which wait meanwhile")
+    overhead.add_argument("--seen", nargs="+", type=at_least_0, default=[0], help="requests that came and went before")
+
+    front = add_kind(kinds, "front", "processor time of the front process per streamed token", "front.measure")
+    front.add_argument("--streams", type=numbers, default=[16, 64])
+    front.add_argument("--seconds", type=above_zero, default=2.0, help="length of each stream")
+    front.add_argument("--steps-ms", type=reals, default=[10.0], help="paces of the engine behind it")
+    front.add_argument("--newcomers", type=float, default=0.0, help="as a load: requests a second with long prompts")
+    front.add_argument("--burst", type=positive, default=1, help="newcomers that come together")
+    front.add_argument("--schemas", type=float, default=0.0, help="as a load: requests a second with hostile schemas")
+    front.add_argument("--rounds", type=positive, default=1)
+    front.add_argument("--proxy", action="store_true", help="also through `octavo serve --backend openai`, in turns")
+    front.add_argument("--journal", action="store_true", help="also with a journal and keyed requests, in turns")
+    front.add_argument("--vllm", metavar="PYTHON", help="an interpreter with vLLM, whose server is measured in turns")
+
+    help = "where the time of a step goes, kernel by kernel"
+    profile = add_kind(kinds, "profile", help, "step_profile.measure", has_engine=True)
+    profile.add_argument("--batches", type=numbers, default=[1, 16, 64, 256], help="sequences of a step")
+    profile.add_argument("--context", type=positive, default=256, help="tokens of each sequence")
+    profile.add_argument("--steps", type=positive, default=20)
+    profile.add_argument("--prefill", type=numbers, default=[2048], help="lengths of prompts computed alone")
+    profile.add_argument("--traces", type=Path, help="folder for traces that Perfetto opens; default: a temporary one")
+
+
+def _add_kernels(kinds: Any) -> None:
+    """Single kernels, and what GPUs exchange."""
+    help = "time and error of each kernel for CUDA devices, beside the limits"
+    kernels = add_kind(kinds, "kernels", help, "kernels.measure", on_gpu=True)
+    shapes = ["qwen3-8b", "llama-3.2-1b", "qwen3-0.6b"]
+    kernels.add_argument("models", nargs="*", default=shapes, help="shapes' names")
+    kernels.add_argument("--rows", type=numbers, default=[1, 2, 4, 8, 16, 32, 64, 128], help="rows of x")
+    kernels.add_argument("--deadline", type=float, default=float("inf"), help="seconds; what comes later is left out")
+
+    help = "time of layers with recurrent state, for prompts, on a GPU"
+    recurrences = add_kind(kinds, "recurrences", help, "recurrences.measure", on_gpu=True)
+    recurrences.add_argument("models", nargs="*", default=["qwen3.5-9b", "nemotron-h-8b"], help="in recurrences.py")
+    recurrences.add_argument("--tokens", type=numbers, default=[16, 32, 64, 128, 512, 2048, 8192], help="of a prompt")
+    recurrences.add_argument("--sequences", type=numbers, default=[1, 8], help="prompts in a step")
+
+    help = "time and error of products with packed weights, by format, on a GPU"
+    packed = add_kind(kinds, "packed", help, "packed_weights.measure", on_gpu=True)
+    packed.add_argument("models", nargs="*", default=["qwen3-8b"], help="shapes' names, also of mixtures")
+    packed.add_argument(
+        "--formats",
+        type=words,
+        default=["int4", "mxfp4", "nvfp4", "q4_0", "q4_k", "q6_k"],
+        help="comma-separated: int4, int4-zeros, int8, fp8 (groups of 128), mxfp4, nvfp4, q4_0, q4_1, q8_0, q4_k, q6_k",
+    )
+    packed.add_argument("--rows", type=numbers, default=[1, 2, 16, 64, 256, 1024], help="rows of x, or tokens")
+    packed.add_argument("--deadline", type=float, default=float("inf"), help="seconds; what comes later is left out")
+
+    help = "what this host's GPUs exchange, compared with NCCL's and torch's"
+    collectives = add_kind(kinds, "collectives", help, "collectives.measure", on_gpu=True)
+    rows = [1, 4, 16, 32, 64, 128, 256, 1024, 2048, 8192]
+    collectives.add_argument("--rows", type=numbers, default=rows)
+    collectives.add_argument("--widths", type=numbers, default=[4096], help="numbers in a row, of bfloat16")

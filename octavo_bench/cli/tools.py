@@ -1,4 +1,4 @@
-"""`octavo bench shape`, `sanity`, `outliving`, `architectures` and `report`."""
+"""`octavo bench sanity`, `architectures`, `outliving` and `fidelity`; and two tools, `shape` and `report`."""
 
 from __future__ import annotations
 
@@ -16,11 +16,19 @@ from octavo_bench.cli.results import EXIT_WORSE, add_kind, add_results, check_re
 from octavo_bench.report_tables import plain
 
 
-def add_kinds(kinds: Any) -> None:
-    """Add each sub-command; these print what they make themselves."""
-    _add_shape(kinds)
-    _add_sanity(kinds)
-    _add_architectures(kinds)
+def add_checks(kinds: Any) -> None:
+    """Whether answers, and what the simulator predicts, are right."""
+    help = "every native family, tiny: the same tokens at once, in chunks and cached"
+    sanity = add_kind(kinds, "sanity", help, "sanity.measure", show=plain, is_good=_none_failed)
+    sanity.add_argument("--families", type=words, default=[], help="some of them; default: all")
+    sanity.add_argument("--device", default="auto", help="auto, cpu or cuda")
+
+    kind = kinds.add_parser("architectures", help="how each decoder of the installed transformers is served, tiny")
+    kind.add_argument("names", nargs="*", metavar="CLASS", help="default: every causal language model")
+    kind.add_argument(
+        "--output", type=Path, help="a record with a line for each class; those that it has are passed over"
+    )
+    kind.set_defaults(run=_architectures)
 
     help = "what is still cached of a prompt after its server ended, in each way, and after files were damaged"
     outliving = add_kind(kinds, "outliving", help, "outliving.run", is_good=_all_right)
@@ -31,37 +39,27 @@ def add_kinds(kinds: Any) -> None:
     outliving.add_argument("--damaged", type=positive, default=100, help="files that are damaged, and short prompts")
     outliving.add_argument("--kv-cache-memory", type=above_zero, default=1.0, help="GiB of KV cache")
 
-    report = kinds.add_parser("report", help="the tables of raw JSON files, as Markdown")
-    report.add_argument("files", nargs="*", type=Path, metavar="FILE")
-    report.add_argument("--fill", type=Path, metavar="PAGE", help="put them into a page's places for reports instead")
-    add_results(report, with_output=False)
-    report.set_defaults(run=_report)
+    help = "what `octavo simulate` predicts beside what the engine does"
+    fidelity = add_kind(kinds, "fidelity", help, "fidelity.run", has_engine=True)
+    fidelity.add_argument("--num-prompts", type=positive, default=40, help="requests of a workload in each round")
+    fidelity.add_argument(
+        "--rounds", type=positive, default=5, help="parts of each workload; all together are compared"
+    )
 
 
-def _add_sanity(kinds: Any) -> None:
-    help = "every native family, tiny: the same tokens at once, in chunks and cached"
-    sanity = add_kind(kinds, "sanity", help, "sanity.measure", show=plain, is_good=_none_failed)
-    sanity.add_argument("--families", type=words, default=[], help="some of them; default: all")
-    sanity.add_argument("--device", default="auto", help="auto, cpu or cuda")
-
-
-def _add_shape(kinds: Any) -> None:
+def add_tools(kinds: Any) -> None:
+    """These print what they make themselves."""
     shape = kinds.add_parser("shape", help="write a model folder of a public model's shape")
     shape.add_argument("name")
     shape.add_argument("folder", type=Path)
     shape.add_argument("--weights", action="store_true", help="with random weights, so that engines serve the same")
     shape.set_defaults(run=_shape)
 
-
-def _shape(args: argparse.Namespace) -> int:
-    from octavo_bench.dummy_models import write_model
-
-    print(write_model(args.name, args.folder))
-    if args.weights:
-        from octavo_bench.dummy_models import write_weights
-
-        print(f"{write_weights(args.folder) / 1e9:.2f} GB of weights")
-    return 0
+    report = kinds.add_parser("report", help="the tables of raw JSON files, as Markdown")
+    report.add_argument("files", nargs="*", type=Path, metavar="FILE")
+    report.add_argument("--fill", type=Path, metavar="PAGE", help="put them into a page's places for reports instead")
+    add_results(report, with_output=False)
+    report.set_defaults(run=_report)
 
 
 def _none_failed(args: argparse.Namespace, result: Mapping[str, Any]) -> bool:
@@ -70,15 +68,6 @@ def _none_failed(args: argparse.Namespace, result: Mapping[str, Any]) -> bool:
 
 def _all_right(args: argparse.Namespace, result: Mapping[str, Any]) -> bool:
     return all(row["right"] == row["requests"] for row in result["rows"])
-
-
-def _add_architectures(kinds: Any) -> None:
-    kind = kinds.add_parser("architectures", help="how each decoder of the installed transformers is served, tiny")
-    kind.add_argument("names", nargs="*", metavar="CLASS", help="default: every causal language model")
-    kind.add_argument(
-        "--output", type=Path, help="a record with a line for each class; those that it has are passed over"
-    )
-    kind.set_defaults(run=_architectures)
 
 
 def _architectures(args: argparse.Namespace) -> int:
@@ -94,6 +83,17 @@ def _architectures(args: argparse.Namespace) -> int:
         if args.output is not None:
             add_to_record(args.output, item)
     return EXIT_WORSE if any(known[name].kind in ("crash", "wrong") for _, name in chosen) else 0
+
+
+def _shape(args: argparse.Namespace) -> int:
+    from octavo_bench.dummy_models import write_model
+
+    print(write_model(args.name, args.folder))
+    if args.weights:
+        from octavo_bench.dummy_models import write_weights
+
+        print(f"{write_weights(args.folder) / 1e9:.2f} GB of weights")
+    return 0
 
 
 def _report(args: argparse.Namespace) -> int:
