@@ -43,13 +43,12 @@ TABLE: Mapping[tuple[str, Better], str] = {
         same_top_token same_tokens passed goodput_share good_share prefix_hit_rate vocabulary_coverage of_read
         of_matmul held_agreement cosine needle_share""",
     ("tokens", "more"): "context_tokens longest_context prefix_hits",
-    ("sequences", "more"): "largest_batch",
     ("requests", "more"): "right completed completed_requests",
     ("figures", "more"): "within within_predicted within_replayed",
     ("faults", "more"): "caught",
     ("ms", "less"): """
         ttft_ms itl_ms tpot_ms e2el_ms step_ms least_ms quiet_ttft_ms cached_ms recomputed_ms latency_ms http_latency_ms
-        elapsed_ms time_to_first_token_ms queue_wait_ms step_duration_ms avg_step_duration_ms gap_ms profiled_step_ms
+        elapsed_ms step_duration_ms avg_step_duration_ms gap_ms profiled_step_ms
         first_10_s_itl_ms minute_itl_ms later_itl_ms ttft_first_ms alone_ms with_a_prompt_to_rows_ms
         prompt_of_1024_beside_62_by_most_rows_ms""",
     ("s", "less"): """
@@ -84,7 +83,7 @@ TABLE: Mapping[tuple[str, Better], str] = {
     ("blocks", "neither"): "most_used_blocks",
     ("sequences", "neither"): "avg_batch_size max_batch_size_seen",
     ("share", "neither"): "avg_memory_utilization peak_memory_utilization busy_share",
-    ("requests/s", "neither"): "first_failed_requests_s offered_requests_s",
+    ("requests/s", "neither"): "first_failed_requests_s",
     ("GiB", "neither"): "gib budget_gib all_models_gib",
     ("MiB", "neither"): "paged_mib whole_mib",
     ("µs", "neither"): "floor_microseconds",
@@ -95,8 +94,8 @@ TABLE: Mapping[tuple[str, Better], str] = {
 a row of its own here, however alike the names are."""
 
 _COUNTS = """
-    prompt_tokens output_tokens num_tokens tokens requests_seen num_speculations num_drafts num_accepted_drafts
-    num_copied_tokens submitted_requests total_generated_tokens total_prefill_tokens total_decode_tokens tokens_checksum
+    prompt_tokens output_tokens num_tokens tokens num_speculations num_drafts num_accepted_drafts
+    num_copied_tokens submitted_requests total_generated_tokens total_prefill_tokens total_decode_tokens
     judged backlog bytes flops written_bytes read_bytes ended unfinished switches figures steps steps_timed
     num_parameters num_texts inputs coverage breakages tried findings server_starts seconds duration_s
     generation_seconds devices requests blocks scored_tokens answers

@@ -12,7 +12,8 @@ import time
 from octavo.config import EngineConfig
 from octavo.engine.engine import Engine
 from octavo.types import EngineInfo, Masks, Plan, Sampled
-from octavo_bench.overhead import InstantStep, build_instant_engine
+from octavo_bench.overhead import MAX_NUM_BATCHED_TOKENS, InstantStep, build_instant_engine
+from octavo_fleet.backends.modelless import make_info
 from octavo_server.engines.engine_process import main
 
 MAX_MODEL_LEN = 4096
@@ -52,20 +53,14 @@ def build(config: EngineConfig, step_seconds: float) -> tuple[Engine, EngineInfo
     """The real engine around a paced runner; ``config`` is of no interest to it."""
     engine = build_instant_engine(MAX_NUM_SEQS, MAX_MODEL_LEN, PacedRunner(step_seconds))
     cache = engine.scheduler.cache
-    return engine, EngineInfo(
-        max_model_len=MAX_MODEL_LEN,
+    return engine, make_info(
+        "none",
         vocab_size=32000,
-        eos_token_ids=(),
+        max_model_len=MAX_MODEL_LEN,
+        max_num_seqs=MAX_NUM_SEQS,
+        max_num_batched_tokens=MAX_NUM_BATCHED_TOKENS,
         block_size=cache.block_size,
         num_kv_blocks=cache.num_blocks,
-        max_num_seqs=MAX_NUM_SEQS,
-        max_num_batched_tokens=8192,
-        architecture="none",
-        num_parameters=0,
-        dtype="none",
-        device="clock",
-        memory={},
-        kernels={},
     )
 
 

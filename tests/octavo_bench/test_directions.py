@@ -24,7 +24,7 @@ _MORE = """
     mb_per_s matmul_tflop_s gflop_s prefill_gflop_s decode_gflop_s mfu_percent prefill_mfu_percent
     decode_mfu_percent cached_percent ratio times_better times_less speedup tokens_per_speculation memory_ratio
     ratio_of_first_10_s same_top_token same_tokens passed goodput_share good_share prefix_hit_rate
-    vocabulary_coverage of_read of_matmul held_agreement context_tokens longest_context largest_batch
+    vocabulary_coverage of_read of_matmul held_agreement context_tokens longest_context
     prefix_hits right completed completed_requests within within_predicted within_replayed caught cosine
     needle_share
 """
@@ -32,7 +32,7 @@ BETTER_WITH_MORE = _MORE.split()
 """Written by hand once more: all other figures are times, memory, distances, failures and what is counted of work."""
 _NEITHER = """
     most_used_blocks avg_batch_size max_batch_size_seen avg_memory_utilization peak_memory_utilization
-    busy_share first_failed_requests_s offered_requests_s gib budget_gib all_models_gib paged_mib whole_mib
+    busy_share first_failed_requests_s gib budget_gib all_models_gib paged_mib whole_mib
     floor_microseconds watts mhz
 """
 NEITHER = _NEITHER.split()
