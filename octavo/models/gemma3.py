@@ -8,21 +8,18 @@ from __future__ import annotations
 from typing import Any
 
 from octavo.models.config import FULL, SLIDING, read_layer_types
-from octavo.models.config_keys import ConfigKeys, wrong
+from octavo.models.config_keys import ConfigKeys
 from octavo.models.gemma2 import NAMES, GemmaForCausalLM, read_gemma, with_softcaps
 from octavo.models.olmo import with_local_rope
 from octavo.models.parts import DecoderConfig, HeadNorm
-from octavo.models.rope import rope_values
+from octavo.models.rope import rope_values, ropes_by_kind
 
 
 def rope_keys(keys: ConfigKeys) -> tuple[dict[str, Any], dict[str, Any]]:
     """Rotary keys of the full-attention layers, and those of the sliding-window layers."""
-    both = keys.get("rope_parameters")
-    if isinstance(both, dict) and (FULL in both or SLIDING in both):
-        for kind, part in both.items():
-            if kind not in (FULL, SLIDING) or not isinstance(part, dict):
-                raise wrong(f"rope_parameters.{kind}", part, f"an object, under {FULL} or {SLIDING}")
-        return both.get(FULL, {}), both.get(SLIDING, {})
+    by_kind = ropes_by_kind(keys, (FULL, SLIDING))
+    if by_kind is not None:
+        return by_kind[0], by_kind[1]
     return rope_values(keys), {"rope_theta": keys.number("rope_local_base_freq", 10_000.0)}
 
 

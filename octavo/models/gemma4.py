@@ -32,6 +32,7 @@ from octavo.models.gemma2 import NAMES, GemmaForCausalLM
 from octavo.models.loader import ExpertShape, WeightLoader
 from octavo.models.moe import MoESettings, read_experts
 from octavo.models.parts import DecoderConfig, HeadNorm, MLPPart
+from octavo.models.rope import ropes_by_kind
 from octavo.ops.attention import HeadLayout, LayerCache, PagedRows
 from octavo.ops.collective import Collective
 from octavo.ops.moe import Routing
@@ -210,8 +211,8 @@ class Gemma4ForCausalLM(GemmaForCausalLM):
         if keys.get("use_bidirectional_attention") not in (None, False, "vision"):
             raise wrong("use_bidirectional_attention", keys.get("use_bidirectional_attention"), "null or vision")
         types = cls._types(keys)
-        both = keys.get("rope_parameters", {})
-        full, local = both.get(FULL) or FULL_ROPE, both.get(SLIDING) or LOCAL_ROPE
+        full, local = ropes_by_kind(keys, (FULL, SLIDING)) or ({}, {})
+        full, local = full or FULL_ROPE, local or LOCAL_ROPE
         config = read_decoder(
             keys,
             max_len,
@@ -272,13 +273,14 @@ class Gemma4ForCausalLM(GemmaForCausalLM):
         if keys.get("num_global_key_value_heads") is not None and keys.flag("attention_k_eq_v"):
             count = keys.size("num_global_key_value_heads")
         own = keys.get("per_layer_config", {})
-        if not isinstance(own, Mapping) or not all(str(i).isdecimal() for i in own):
-            raise wrong("per_layer_config", own, "an object whose keys are numbers of layers")
+        if not isinstance(own, Mapping) or not all(i.isdecimal() and isinstance(own[i], Mapping) for i in own):
+            raise wrong("per_layer_config", own, "an object whose keys are numbers of layers, of objects")
         by_layer = {int(i): part for i, part in own.items()}  # zeros may precede a number
         of_full = [by_layer.get(i, {}) for i, kind in enumerate(types) if kind == FULL] if own else [{}]
         if any(part != of_full[0] for part in of_full):
             raise wrong("per_layer_config", own, "the same for all full-attention layers")
-        width, count = of_full[0].get("head_dim", width), of_full[0].get("num_key_value_heads", count)
+        of = ConfigKeys(of_full[0])
+        width, count = of.size("head_dim", width), of.size("num_key_value_heads", count)
         if config.num_heads % count:
             raise wrong("num_global_key_value_heads", count, f"a divisor of num_attention_heads, {config.num_heads}")
         rope = config.rope({"rope_theta": 1e6, **full}, max_len, width)

@@ -10,12 +10,12 @@ import dataclasses
 from octavo.layers.mlp import gelu, gelu_tanh, relu
 from octavo.models.bert import read_labels
 from octavo.models.config import ACTIVATIONS, FULL, SLIDING, read_layer_types
-from octavo.models.config_keys import ConfigKeys, wrong
+from octavo.models.config_keys import ConfigKeys
 from octavo.models.encoder import Encoder, EncoderConfig, EncoderLayer, read_encoder
 from octavo.models.labels import LabelPart
 from octavo.models.loader import WeightLoader
 from octavo.models.parts import LLAMA, RMS, Names, NormPart
-from octavo.models.rope import rope_values
+from octavo.models.rope import rope_values, ropes_by_kind
 
 NAMES = Names(
     embedding="embeddings.tok_embeddings",
@@ -89,10 +89,8 @@ def _has_labels(config: EncoderConfig) -> bool:
 
 def _rope_keys(keys: ConfigKeys, kind: str) -> dict[str, object]:
     """Rotary keys of the layers with full attention or with a window."""
-    given = keys.get("rope_parameters") or {}
-    if not isinstance(given, dict) or not all(isinstance(given.get(name, {}) or {}, dict) for name in THETAS):
-        raise wrong("rope_parameters", given, f"an object with objects under {FULL} and {SLIDING}")
-    return {"rope_theta": keys.number(OLDER[kind], THETAS[kind]), **(given.get(kind) or {})}
+    [own] = ropes_by_kind(keys, (kind,)) or [{}]
+    return {"rope_theta": keys.number(OLDER[kind], THETAS[kind]), **own}
 
 
 def _labels(keys: ConfigKeys, config: EncoderConfig) -> LabelPart | None:

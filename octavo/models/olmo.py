@@ -15,7 +15,7 @@ from octavo.models.config_keys import ConfigKeys
 from octavo.models.decoder import Decoder, read_decoder
 from octavo.models.moe import read_experts
 from octavo.models.parts import DecoderConfig, ExpertsPart, HeadNorm, Names, NormPart
-from octavo.models.rope import rope_values, rotary_width
+from octavo.models.rope import rope_values, ropes_by_kind, rotary_width
 from octavo.ops.moe import Routing
 
 AFTER = Names(
@@ -64,12 +64,9 @@ class FlexOlmoForCausalLM(Decoder):
 
 def ropes_by_type(keys: ConfigKeys, theta: float, local_theta: float | None = None) -> tuple[dict[str, Any], ...]:
     """Rotary keys of full-attention layers, and of sliding ones, which are never scaled unless said to be."""
-    both = keys.get("rope_parameters")
-    if isinstance(both, dict) and (FULL in both or SLIDING in both):
-        return {"rope_theta": theta, **both.get(FULL, {})}, {
-            "rope_theta": local_theta or theta,
-            **both.get(SLIDING, {}),
-        }
+    by_kind = ropes_by_kind(keys, (FULL, SLIDING))
+    if by_kind is not None:
+        return {"rope_theta": theta, **by_kind[0]}, {"rope_theta": local_theta or theta, **by_kind[1]}
     given = {"rope_theta": theta, **rope_values(keys)}
     return given, {"rope_theta": local_theta or given["rope_theta"]}
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -47,6 +47,21 @@ def rope_values(keys: ConfigKeys) -> dict[str, Any]:
     outer = keys.get("original_max_position_embeddings")  # takes precedence over the nested key, as in transformers
     given["original_max_position_embeddings"] = outer or given.get("original_max_position_embeddings")
     return {key: value for key, value in given.items() if value is not None}
+
+
+def ropes_by_kind(keys: ConfigKeys, kinds: Sequence[str]) -> list[dict[str, Any]] | None:
+    """Rotary keys of each kind of layers, if ``rope_parameters`` has an object for one of them, else ``None``.
+
+    Raises ``CheckpointError``.
+    """
+    given = keys.get("rope_parameters") or {}
+    if not isinstance(given, Mapping):
+        raise wrong("rope_parameters", given, "an object")
+    parts = {kind: given[kind] or {} for kind in kinds if kind in given}
+    for kind, part in parts.items():
+        if not isinstance(part, Mapping):
+            raise wrong(f"rope_parameters.{kind}", part, "an object")
+    return [dict(parts.get(kind, {})) for kind in kinds] if parts else None
 
 
 def rotary_width(given: Mapping[str, Any], head_dim: int, default: float = 1.0) -> int:
@@ -136,7 +151,7 @@ def yarn_scale(factor: float, mscale: float = 1.0) -> float:
 
 def _longrope(theta: float, keys: ConfigKeys, context: RopeContext) -> DefaultRope:
     """Short factors, and for texts longer than the original length long ones (arXiv 2402.13753, section 3.3)."""
-    original = keys.size("original_max_position_embeddings", context.max_position_embeddings)
+    original = keys.size("original_max_position_embeddings", context.max_position_embeddings, low=2)
     factor = keys.number("factor", context.max_position_embeddings / original)
     natural = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
     lists = {key: keys.numbers(key, context.width // 2) for key in ("short_factor", "long_factor")}

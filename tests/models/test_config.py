@@ -26,6 +26,7 @@ BASE: dict[str, Any] = {
     "num_attention_heads": 4,
     "max_position_embeddings": 128,
 }
+LONG_FROM_1 = {"type": "longrope", "short_factor": [1.0] * 4, "long_factor": [1.0] * 4}
 LLAMA3 = {
     "rope_type": "llama3",
     "factor": 8.0,
@@ -106,6 +107,7 @@ def test_rotary_settings_old_and_new(changes: dict[str, Any], expected: DefaultR
         ({"rope_scaling": {"type": "dynamic"}}, "factor"),
         ({"rope_scaling": {"type": "dynamic", "factor": 1e305}}, "factor"),
         ({"rope_scaling": {"rope_type": "longrope", "short_factor": [1.0], "long_factor": [1.0]}}, "short_factor"),
+        ({"rope_scaling": LONG_FROM_1, "original_max_position_embeddings": 1}, "original_max_position_embeddings"),
         ({"rope_scaling": {"rope_type": "factors", "factors": [1.0, 1.0, 0.0, 1.0]}}, "factors"),
         ({"rope_scaling": {"type": "linear"}}, "factor"),
         ({"rope_scaling": {"type": "linear", "factor": 4.0, "mscale": 2.0}}, "mscale"),
@@ -137,6 +139,15 @@ def test_rotary_settings_old_and_new(changes: dict[str, Any], expected: DefaultR
 def test_what_changes_the_arithmetic_or_is_wrong_is_refused_by_name(changes: dict[str, Any], named: str) -> None:
     with pytest.raises(CheckpointError, match=named):
         read(**changes)
+
+
+@pytest.mark.parametrize(
+    "name", ["Gemma3ForCausalLM", "Gemma4ForCausalLM", "Olmo3ForCausalLM", "ModernBertForMaskedLM"]
+)
+@pytest.mark.parametrize("given", ["x", {"full_attention": "x"}, {"sliding_attention": [1], "full_attention": {}}])
+def test_rotary_settings_of_each_kind_of_layers_are_objects(name: str, given: Any) -> None:
+    with pytest.raises(CheckpointError, match=r"rope_parameters[a-z_.]* is"):
+        read(architectures=[name], rope_parameters=given)
 
 
 def test_a_window_as_long_as_the_context_is_none() -> None:
