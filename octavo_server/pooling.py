@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
@@ -74,8 +75,7 @@ class PoolingCall(NamedTuple):
         services, request = self.services, self.request
         if self.shorten is not None:
             sources = [self.shorten.of(source) for source in sources]
-        if len(sources) > MAX_TEXTS:
-            raise InvalidParameter(field, f"'{field}' must have at most {MAX_TEXTS} texts, not {len(sources)}.")
+        _check_number(sources, field)
         choices: list[GeneratedChoice] = []
         size = services.engine.info.max_num_seqs
         for first in range(0, len(sources), size):
@@ -103,6 +103,7 @@ class PoolingCall(NamedTuple):
         alone their late interaction.
         """
         services = self.services
+        _check_number(pairs, fields[1])
         tasks = services.engine.info.tasks
         if "score" in tasks or not {"embed", "token_embed"} & set(tasks):
             choices = await self.ask("score", pairs, fields[1])
@@ -116,7 +117,13 @@ class PoolingCall(NamedTuple):
             choices = await self.ask(task, sources, field)
             count += num_tokens(choices)
             vectors |= dict(zip(sources, (numbers(services, choice) for choice in choices), strict=True))
-        return [compare(vectors[first], vectors[second]) for first, second in pairs], count
+        # In a thread: late interaction multiplies all tokens of two texts.
+        return await asyncio.to_thread(lambda: [compare(vectors[a], vectors[b]) for a, b in pairs]), count
+
+
+def _check_number(texts: Sequence[object], field: str) -> None:
+    if len(texts) > MAX_TEXTS:
+        raise InvalidParameter(field, f"'{field}' must have at most {MAX_TEXTS} texts, not {len(texts)}.")
 
 
 def numbers(

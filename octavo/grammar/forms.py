@@ -26,6 +26,8 @@ MAX_BYTES = 256 << 10
 """Limit for a schema, an expression, a grammar, or all choices together."""
 MAX_GRAMMAR_BYTES = 1 << 20
 """Limit for the text of a list of grammars, quotes and separators included."""
+MAX_DEPTH = 64
+"""Levels of JSON. What reads it goes down level by level, on a stack that ends at some hundreds of them."""
 TEXT = r"/(.|\n)*/"
 
 
@@ -44,12 +46,20 @@ class FormError(ValueError):
     """An invalid schema, expression or list; the message says why, continuing after the field's name."""
 
 
+def is_deep(value: Any, levels: int = MAX_DEPTH) -> bool:
+    """Whether a value of JSON is nested deeper than ``levels``."""
+    inner = value.values() if isinstance(value, Mapping) else value if isinstance(value, list) else None
+    return inner is not None and (levels == 0 or any(is_deep(each, levels - 1) for each in inner))
+
+
 def json_schema(schema: Any) -> Part:
     """JSON that is valid against ``schema``, an object or a boolean, with closed objects. Raises ``FormError``."""
     if schema is True:
         schema = {}
     if not isinstance(schema, Mapping):
         raise FormError("must be a JSON schema: an object")
+    if is_deep(schema):
+        raise FormError(f"is nested deeper than {MAX_DEPTH} levels")
     try:
         encoded = msgspec.json.encode(schema)
     except (TypeError, ValueError, OverflowError, RecursionError):
@@ -162,6 +172,8 @@ def source_of(text: Any) -> GrammarSource:
     if len(text) > MAX_GRAMMAR_BYTES:
         raise FormError(f"must have at most {MAX_GRAMMAR_BYTES} characters")
     first, *others = parts_of(text)
+    if any(is_deep(part, MAX_DEPTH + 1) for part in (first, *others)):
+        raise FormError(f"is nested deeper than {MAX_DEPTH} levels")
     rules = first.get("lark_grammar")
     if rules is None and not others:
         return just(first)

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from octavo.errors import InvalidParameter
+from octavo.grammar.forms import is_deep
 from octavo.text.message_pieces import Call
 
 ANSWER_REASONING_KEYS = ("reasoning_content", "reasoning")
@@ -242,7 +243,7 @@ def _call(call: Any, where: str) -> Message:
 
 
 def _arguments(given: Any) -> dict[str, Any] | str:
-    """Models write arguments that are cut or malformed, and clients send them back: these stay text."""
+    """Models write arguments that are cut, malformed or too deep, and clients send them back: these stay text."""
     if given is None or isinstance(given, dict):
         return given or {}
     text = given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)
@@ -250,7 +251,9 @@ def _arguments(given: Any) -> dict[str, Any] | str:
         value = json.loads(text) if text.strip() else None
     except (ValueError, RecursionError):
         return text
-    return (value or {}) if value is None or isinstance(value, dict) else text
+    if value is None:
+        return {}
+    return value if isinstance(value, dict) and not is_deep(value) else text
 
 
 def _with_results_in_order(messages: list[Message]) -> list[Message]:
@@ -371,7 +374,7 @@ def with_calls_in_text(messages: Sequence[Message], write: WriteCalls) -> list[M
 def _written(functions: Sequence[Message], write: WriteCalls) -> str:
     try:
         return write([Call(each["name"], _as_text(each["arguments"])) for each in functions])
-    except (ValueError, AttributeError):  # this format writes each argument for itself
+    except (ValueError, AttributeError, RecursionError):  # this format writes each argument for itself
         objects = [args if isinstance(args := each["arguments"], dict) else {"arguments": args} for each in functions]
         return write([Call(each["name"], _as_text(args)) for each, args in zip(functions, objects, strict=True)])
 

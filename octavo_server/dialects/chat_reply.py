@@ -19,6 +19,7 @@ from pydantic_core import from_json
 from starlette.requests import Request
 
 from octavo.errors import RequestError
+from octavo.grammar.forms import is_deep
 from octavo.text.message_parser import Call, Piece, Text
 from octavo.types import TokenLogprobs
 from octavo_server.admission import ClientRequest
@@ -108,12 +109,15 @@ class ChatReply:
 
 
 def members_of(call: Call) -> dict[str, Any]:
-    """The arguments of a call as an object; if they are cut or no JSON, the members that are complete before that."""
+    """The arguments of a call as an object; if they are cut or no JSON, the members that are complete before that.
+
+    Arguments deeper than clients can send back are none.
+    """
     try:
         value = _value_of(call.arguments)
     except (ValueError, RecursionError):
         return {}
-    if not isinstance(value, dict):
+    if not isinstance(value, dict) or is_deep(value):
         return {}
     # Half a character, which JSON can name, is no text.
     members: dict[str, Any] = json.loads(json.dumps(value, ensure_ascii=False).encode(errors="replace"))

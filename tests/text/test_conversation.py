@@ -137,7 +137,11 @@ def test_a_message_with_calls_is_complete() -> None:
 # --- histories ---
 
 
-@pytest.mark.parametrize("arguments", ['{"a": tru', "", "null", None, "[1]", "text", '"', "{", '{"a": NaN}', 5, [1]])
+@pytest.mark.parametrize(
+    "arguments",
+    ['{"a": tru', "", "null", None, "[1]", "text", '"', "{", '{"a": NaN}', 5, [1], '{"a":' * 400 + "1" + "}" * 400],
+    ids=lambda value: str(value)[:20],
+)
 def test_arguments_of_any_form(family: ChatTemplate, arguments: Any) -> None:
     text = prompt(family, [USER, calls(call(arguments)), result("c1"), USER])
     kept = arguments if isinstance(arguments, str) and arguments not in ("", "null") else "{}"

@@ -34,6 +34,16 @@ def test_what_is_written_is_read_again(format: ToolFormat) -> None:
     assert [piece for piece in pieces if isinstance(piece, Call)] == CALLS
 
 
+def test_arguments_that_are_nested_too_deep_are_text() -> None:
+    """As malformed ones are: a model has written them."""
+    deep = '{"a":' * 900 + "1" + "}" * 900
+    calls = [{"id": "c1", "type": "function", "function": {"name": "f", "arguments": deep}}]
+    messages = normalise_messages([{"role": "assistant", "content": "", "tool_calls": calls}])
+    assert messages[0]["tool_calls"][0]["function"]["arguments"] == deep
+    [told] = with_calls_in_text(messages, PYTHONIC.write)
+    assert told["content"].startswith("[f(")
+
+
 def test_functions_and_call_format_follow_the_system_message() -> None:
     user = {"role": "user", "content": "Hi"}
     own, (first, second) = told([{"role": "developer", "content": "Be brief."}, user]), told([user])

@@ -207,6 +207,7 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
     ({"structured_outputs": {"grammar": "root ::= missing"}}, "structured_outputs", "missing"),
     ({"structured_outputs": {"grammar": "start: /a/ x"}}, "structured_outputs", "x"),
     ({"structured_outputs": {"json": "{"}}, "structured_outputs", "JSON"),
+    ({"structured_outputs": {"json": '{"items":' * 70 + "{}" + "}" * 70}}, "structured_outputs", "than 64 levels"),
     ({"structured_outputs": {"json": {}, "regex": "a"}}, "structured_outputs", "takes one form, and has several"),
     ({"structured_outputs": {"whitespace_pattern": "x"}}, "structured_outputs", "not supported"),
     ({"structured_outputs": {"unheard_of": 1}}, "structured_outputs", "unheard_of"),

@@ -156,6 +156,8 @@ def test_without_a_judge_scores_are_cosines(encoder: Served) -> None:
     answer = encoder.post("/v1/score", text_1=TEXTS[0], text_2=TEXTS)
     wanted = [float(vectors[0] @ vector) for vector in vectors]
     assert [entry["score"] for entry in answer["data"]] == pytest.approx(wanted, abs=1e-5)
+    alike = ["a"] * (MAX_TEXTS + 1)  # one vector, but as many comparisons
+    assert encoder.refusal("/v1/rerank", query="a", documents=alike) == (400, "documents")
 
 
 def test_scores_are_those_of_transformers(judge: Served) -> None:
