@@ -41,7 +41,7 @@ from octavo.images.processors import (
 )
 from octavo.images.tiled_families import TILED, Maker, tokens_around
 from octavo.images.videos import VideoForm
-from octavo.weights.folder import with_architecture
+from octavo.weights.folder import find_file, with_architecture
 from octavo.weights.gguf.gguf_reader import vocabulary
 from octavo.weights.gguf.projector import open_projector
 
@@ -63,7 +63,7 @@ def read_processor(folder: Path) -> ImageProcessor | None:
         return _processor(folder)
     except CheckpointError:
         raise
-    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+    except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
         raise CheckpointError(f"{folder}: the image processor cannot be read: {error!r}") from None
 
 
@@ -74,10 +74,10 @@ def _processor(folder: Path) -> ImageProcessor | None:
         video: dict[str, Any] = {}
         known = {LINE_TOKENS.get(text, text): number for number, text in enumerate(tokens)}
     else:
-        config = with_architecture(_read(folder / "config.json"))
-        own = _read(folder / "processor_config.json")
-        given, known = own.get("image_processor") or _read(folder / "preprocessor_config.json"), _tokens(folder)
-        video = own.get(VIDEO) or _read(folder / "video_preprocessor_config.json")
+        config = with_architecture(_read(folder, "config.json"))
+        own = _read(folder, "processor_config.json")
+        given, known = own.get("image_processor") or _read(folder, "preprocessor_config.json"), _tokens(folder)
+        video = own.get(VIDEO) or _read(folder, "video_preprocessor_config.json")
     make = PROCESSORS.get(str((config.get("architectures") or [None])[0]))
     if make is None or not config.get("vision_config"):
         return None
@@ -93,19 +93,20 @@ def _processor(folder: Path) -> ImageProcessor | None:
 
 def _tokens(folder: Path) -> dict[str, int]:
     """Ids of added tokens, digits and ends of lines by their text, as byte-level vocabularies have them."""
-    tokenizer = _read(folder / "tokenizer.json")
+    tokenizer = _read(folder, "tokenizer.json")
     given, vocabulary = tokenizer.get("added_tokens"), (tokenizer.get("model") or {}).get("vocab")
     found = {token["content"]: token["id"] for token in given} if isinstance(given, list) else {}
-    found = {**_read(folder / "added_tokens.json"), **found}
+    found = {**_read(folder, "added_tokens.json"), **found}
     if isinstance(vocabulary, dict):
         found |= {line: vocabulary[text] for text, line in LINE_TOKENS.items() if text in vocabulary}
         found |= {digit: vocabulary[digit] for digit in string.digits if digit in vocabulary}
     return found
 
 
-def _read(path: Path) -> dict[str, Any]:
+def _read(folder: Path, name: str) -> dict[str, Any]:
+    path = find_file(folder, name)
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
+        values = {} if path is None else json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
     return values if isinstance(values, dict) else {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,10 +14,24 @@ TOKENS, VIDEO = "added_tokens", "video_processor"
 
 
 def scaling(given: Mapping[str, Any], mean: tuple[float, ...], deviation: tuple[float, ...]) -> dict[str, Any]:
-    """Mean and deviation of each colour, with a family's defaults, by which pixels are normalised."""
+    """Mean and deviation of each colour, with a family's defaults, by which pixels are normalised.
+
+    Raises ``ValueError``.
+    """
     if given.get("do_normalize") is False:
         return {"mean": ZEROS, "deviation": ONES}
     return {
-        "mean": tuple(map(float, given.get("image_mean") or mean)),
-        "deviation": tuple(map(float, given.get("image_std") or deviation)),
+        "mean": _of_colours(given, "image_mean", mean, -math.inf),
+        "deviation": _of_colours(given, "image_std", deviation, 0.0),
     }
+
+
+def _of_colours(given: Mapping[str, Any], key: str, default: tuple[float, ...], low: float) -> tuple[float, ...]:
+    values = given.get(key) or default
+    try:
+        found = tuple(map(float, values))
+    except (OverflowError, TypeError, ValueError):
+        found = ()
+    if len(found) != len(default) or not all(low < value < math.inf for value in found):
+        raise ValueError(f"{key} is {repr(values)[:200]}; it must have {len(default)} numbers{' above 0' * (low == 0)}")
+    return found

@@ -360,6 +360,8 @@ def test_a_vocabulary_without_the_tokens_of_tiles_has_no_images(
         ({"vision_config": {"patch_size": float("inf")}}, {}),
         ({"architectures": ["Qwen3VLForConditionalGeneration"]}, {"size": 3}),
         ({}, {"image_mean": 3}),
+        ({}, {"image_mean": [0.5] * 4}),
+        ({}, {"image_std": [0.5, 0.0, 0.5]}),
         ({"architectures": {"a": 1}}, {}),
     ],
 )
@@ -371,6 +373,14 @@ def test_wrong_types_are_errors_of_the_checkpoint(
     (folder / "config.json").write_text(json.dumps(config | changes))
     (folder / "preprocessor_config.json").write_text(json.dumps(preprocessor))
     with pytest.raises(CheckpointError, match="the image processor cannot be read"):
+        read_processor(folder)
+
+
+def test_settings_of_images_are_files_of_the_folder(tmp_path: Path) -> None:
+    folder = folder_of("InternVLForConditionalGeneration", tmp_path)
+    (folder / "preprocessor_config.json").unlink(missing_ok=True)
+    (folder / "preprocessor_config.json").symlink_to("/dev/zero")
+    with pytest.raises(CheckpointError, match="is a link to /dev/zero"):
         read_processor(folder)
 
 
