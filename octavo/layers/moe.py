@@ -68,7 +68,7 @@ class ExpertRouter:
 
     def select(self, x_TD: Tensor, given_TS: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
         """See ``ops.route``."""
-        if isinstance(self.norm, RMSNorm):
+        if type(self.norm) is RMSNorm:
             return ops.route(x_TD, self.norm.weight_D, self.norm.eps, self.weight_XD, self.routing, given_TS)
         h_TD = x_TD if self.norm is None else self.norm(x_TD)
         return ops.route(h_TD, None, 0.0, self.weight_XD, self.routing, given_TS)

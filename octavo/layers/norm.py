@@ -5,8 +5,11 @@ Shapes: T tokens, D model.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from octavo import ops
 from octavo.ops.collective import Collective
@@ -38,6 +41,20 @@ class ParallelRMSNorm(RMSNorm):
         mean_T1 = self._collective.all_reduce(wide_TD.square().mean(dim=1, keepdim=True)) / self._collective.size
         normed_TD = wide_TD * torch.rsqrt(mean_T1 + self.eps) * self.weight_D.float()
         return (normed_TD if residual_TD is None else normed_TD + residual_TD).to(x_TD.dtype)
+
+
+class GatedRMSNorm(RMSNorm):
+    """An RMSNorm whose result is multiplied by the sigmoids of a map of it through few numbers."""
+
+    def __init__(self, norm: RMSNorm, down: Callable[[Tensor], Tensor], up: Callable[[Tensor], Tensor]) -> None:
+        super().__init__(norm.weight_D, norm.eps)
+        self.down, self.up = down, up
+
+    def __call__(self, x_TD: Tensor, residual_TD: Tensor | None = None) -> Tensor:
+        normed_TD = super().__call__(x_TD)
+        gates_TD = self.up(functional.silu(self.down(normed_TD)))
+        gated_TD = ops.sigmoid_and_mul(gates_TD, normed_TD)
+        return gated_TD if residual_TD is None else gated_TD.add_(residual_TD)
 
 
 class LayerNorm:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from torch import Tensor
 
@@ -136,17 +136,13 @@ class DeepseekLayer(DecoderLayer):
         assert isinstance(config, DeepseekConfig)
         D, N, L, R = config.hidden_size, config.num_heads, config.latent_size, config.rotated_size
         module = config.names.output.rpartition(".")[0]
-        name, head, has_bias = f"{prefix}.{module}", config.plain_size + R, self.part.has_bias
+        name, has_bias = f"{prefix}.{module}", self.part.has_bias
         self.query_rank = rank = config.query_rank
-        query_order = kv_order = None
-        if self.part.is_adjacent:
-            query_order = half_split_rows(N, head, R, first=config.plain_size)
-            kv_order = half_split_rows(1, L + R, R, first=L)
+        kv_order = half_split_rows(1, L + R, R, first=L) if self.part.is_adjacent else None
         if rank:
             self.q_a_proj = weights.replicated(f"{name}.q_a_proj", rank, D, has_bias)
             self.q_norm = weights.norm(f"{name}.q_a_layernorm", rank, LATENT_EPS)
-        query = f"{name}.q_b_proj" if rank else f"{name}.q_proj"
-        self.q_proj = weights.column(query, N * head, rank or D, num_heads=N, order=query_order)
+        self.load_queries(config, weights, name)
         self.kv_proj = weights.replicated(f"{name}.kv_a_proj_with_mqa", L + R, D, has_bias, order=kv_order)
         kv_norm = weights.norm(f"{name}.kv_a_layernorm", L, LATENT_EPS)
         sizes = [config.plain_size, config.value_size]
@@ -162,21 +158,34 @@ class DeepseekLayer(DecoderLayer):
         output = f"{prefix}.{config.names.output}"
         self.o_proj = weights.row(output, D, N * config.value_size, self.part.has_output_bias)
         self.gates = None
+        self.gate_function: Literal["sigmoid", "softplus"] = "sigmoid"
         if (gate := self.part.gate) is not None:
+            self.gate_function = gate.function
             self.gates = weights.column(f"{prefix}.{gate.name}", self.part.gate_rows, D, num_heads=N)
+
+    def load_queries(self, config: DeepseekConfig, weights: WeightLoader, name: str) -> None:
+        """Load the projection of queries from the residual stream, or from the numbers of ``q_a_proj``."""
+        N, R, rank = config.num_heads, config.rotated_size, config.query_rank
+        head = config.plain_size + R
+        order = half_split_rows(N, head, R, first=config.plain_size) if self.part.is_adjacent else None
+        query = f"{name}.q_b_proj" if rank else f"{name}.q_proj"
+        self.q_proj = weights.column(query, N * head, rank or config.hidden_size, num_heads=N, order=order)
+
+    def queries(self, h_TD: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        """The queries of normed rows, what they are projected from, and the gates of what attention gives, if any."""
+        q_TD = self.q_a_proj(h_TD) if self.query_rank else h_TD
+        q_TW = self.q_proj(q_TD, norm=self.q_norm) if self.query_rank else self.q_proj(q_TD)
+        return q_TW, q_TD, None if self.gates is None else self.gates(h_TD)
 
     def mix(self, x_TD: Tensor, step: StepAngles, cache: LayerCache, rows: PagedRows) -> Tensor:
         cos_TR, sin_TR = step.angles[0]
         h_TD = self.input_norm(x_TD)
-        q_TD = self.q_a_proj(h_TD) if self.query_rank else h_TD
-        q_TW = self.q_proj(q_TD, norm=self.q_norm) if self.query_rank else self.q_proj(q_TD)
+        q_TW, q_TD, gates_TG = self.queries(h_TD)
         if step.query_scale_T1 is not None:
             q_TW.mul_(step.query_scale_T1)
         kv_TC, chosen = self.kv_proj(h_TD), self.chosen(h_TD, q_TD, step, cache, rows)
         attended_TN = latent_attention(q_TW, kv_TC, self.latent_heads, cos_TR, sin_TR, cache, rows, chosen).flatten(1)
-        if self.gates is None or self.part.gate is None:
-            return attended_TN
-        return gated(self.gates(h_TD), attended_TN, self.part.gate.function)
+        return attended_TN if gates_TG is None else gated(gates_TG, attended_TN, self.gate_function)
 
     def chosen(
         self, h_TD: Tensor, q_TD: Tensor, step: StepAngles, cache: LayerCache, rows: PagedRows

@@ -1,4 +1,4 @@
-"""DeepSeek-V3.2 (arXiv 2512.02556), GLM-5 (arXiv 2602.15763): latent attention to the positions that an indexer chose.
+"""DeepSeek-V3.2 (arXiv 2512.02556), GLM-5 (arXiv 2602.15763), A.X K2: latent attention to what an indexer chose.
 
 In GLM-5 an indexer's choice may be that of several layers (arXiv 2603.12201).
 
@@ -16,15 +16,17 @@ from torch import Tensor
 from octavo import ops
 from octavo.layers.heads import Choice, StepAngles
 from octavo.layers.linear import Linear
-from octavo.layers.norm import LayerNorm
+from octavo.layers.norm import GatedRMSNorm, LayerNorm, Norm
 from octavo.models.config_keys import ConfigKeys, wrong
 from octavo.models.decoder import Decoder
 from octavo.models.deepseek import DeepseekConfig, DeepseekLayer, read_deepseek
+from octavo.models.linear_parts import MatrixRows
 from octavo.models.loader import WeightLoader
-from octavo.models.parts import DecoderConfig
+from octavo.models.parts import DecoderConfig, ExpertsPart
 from octavo.models.rope import half_split_rows
 from octavo.ops.attention import LayerCache, PagedRows
 from octavo.ops.sparse_attention import MOST_SCORES, ChosenKeys, sees_all
+from octavo.quant.stored.shard import Section
 from octavo.quant.stored.stored_weight import DenseWeight, Order
 
 INDEX_EPS = 1e-6
@@ -170,6 +172,61 @@ class GlmMoeDsaForCausalLM(DeepseekV32ForCausalLM):
         config = read_deepseek(own, max_len, "sigmoid")
         has_own = read_owners(keys, config.num_layers)
         return read_sparse(own, config, 32, has_own=has_own, is_adjacent=True)
+
+
+class AXK2Layer(SparseLayer):
+    """With gates of attention's outputs, which are projected with the queries from the same numbers, normed and not;
+    and with gates of norms."""
+
+    def __init__(self, config: DecoderConfig, weights: WeightLoader, prefix: str, index: int) -> None:
+        self.has_experts = isinstance(config.layers[index].mlp, ExpertsPart)
+        super().__init__(config, weights, prefix, index)
+
+    def stream_norm(self, config: DecoderConfig, weights: WeightLoader, prefix: str, name: str | None) -> Norm | None:
+        assert isinstance(config, AXK2Config)
+        if name is None or (name == config.names.before_mlp and not self.has_experts):
+            return super().stream_norm(config, weights, prefix, name)
+        D, rank, name = config.hidden_size, config.gate_rank, f"{prefix}.{name}"
+        maps = weights.replicated(f"{name}.W_down", rank, D), weights.replicated(f"{name}.W_up", D, rank)
+        return GatedRMSNorm(weights.norm(f"{name}.norm", D, config.norm_eps), *maps)
+
+    def load_queries(self, config: DeepseekConfig, weights: WeightLoader, name: str) -> None:
+        N, P, R, V = config.num_heads, config.plain_size, config.rotated_size, config.value_size
+        order = np.arange(N * (P + R))
+        if self.part.is_adjacent:
+            order = np.asarray(half_split_rows(N, P + R, R, first=P))
+        heads, place = np.divmod(order, P + R)
+        gates = (np.arange(N)[:, None] * (P + R + V) + P + R + np.arange(V)).reshape(-1)
+        whole = np.concatenate((heads * (P + R + V) + place, gates))
+        rows = MatrixRows(f"{name}.q_b_proj", [Section(N * (P + R), N), Section(N * V, N)], whole)
+        self.q_proj = weights.fused([rows], 2 * config.query_rank)
+        self.num_queries = weights.num_own(N) * (P + R)
+
+    def queries(self, h_TD: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        q_TD = self.q_a_proj(h_TD)
+        both_TW = self.q_proj(ops.concat(self.q_norm(q_TD), q_TD))
+        q_TW, gates_TG = both_TW.tensor_split([self.num_queries], dim=1)
+        return ops.concat(q_TW), q_TD, gates_TG
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AXK2Config(SparseConfig):
+    gate_rank: int
+    """Numbers between the two maps of a norm's gates."""
+
+
+class AXK2ForCausalLM(DeepseekV32ForCausalLM):
+    layer_class = AXK2Layer
+
+    @classmethod
+    def read_config(cls, keys: ConfigKeys, max_len: int | None) -> DecoderConfig:
+        defaults: dict[str, Any] = {"n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "n_shared_experts": 1}
+        defaults |= {"q_lora_rank": 384, "kv_lora_rank": 128, "v_head_dim": 64}
+        given = {key: value for key, value in keys.values.items() if value is not None}
+        own = keys.over({**defaults, **given})
+        own.must_be({"n_group": (1,)})  # its groups hide no expert from a token whose best ones have scores below zero
+        config = read_sparse(own, read_deepseek(own, max_len, "sigmoid"), 16)
+        return config.extended(AXK2Config, gate_rank=keys.size("gated_norm_rank", 16))
 
 
 def read_owners(keys: ConfigKeys, num_layers: int) -> tuple[bool, ...]:

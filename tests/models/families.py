@@ -448,6 +448,14 @@ ROWS: dict[str, tuple[str, dict[str, Any]]] = {
             "norm_topk_prob": False,
         },
     ),
+    "axk2/gated_norms": (
+        "axk2",
+        {**{key: INDEXED[key] for key in INDEXED if "group" not in key}, "gated_norm_rank": 6},
+    ),
+    "axk2/biases": (
+        "axk2",
+        {**INDEXED, "attention_bias": True, "tie_word_embeddings": True, "first_k_dense_replace": 0},
+    ),
     "glm_moe_dsa/own": ("glm_moe_dsa", {**INDEXED, "index_topk": 40}),
     "glm_moe_dsa/shared": (
         "glm_moe_dsa",

@@ -255,7 +255,7 @@ def sizes(row: str, size: int) -> dict[str, Any]:
     if row.startswith("gpt2"):
         return {"n_embd": 48, "n_head": 12}
     heads = {"hidden_size": 48, "num_attention_heads": 12, "intermediate_size": 48}
-    if row.startswith(("deepseek", "glm_moe_dsa")):
+    if row.startswith(("axk2", "deepseek", "glm_moe_dsa")):
         return {**heads, "num_key_value_heads": 12}
     kv_heads = 1 if "one_kv_head" in row else 12 if row.startswith("zamba2") else {2: 2, 3: 3, 4: 2}[size]
     shared = {"shared_expert_intermediate_size": 48} if row.startswith("qwen2_moe") else {}
