@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from octavo.cli.parser import SETTINGS, Parser
-from octavo.config import EngineConfig, ServeConfig, settings, to_flat
+from octavo.config import EngineConfig, ServeConfig, settings
 from octavo.errors import ConfigError
 from octavo.names_of_others import FLAGS_OF_OTHERS, VARIABLES_OF_OTHERS
 from octavo.setting import SECRETS, Setting
@@ -134,22 +134,6 @@ def refuse_settings(args: argparse.Namespace, names: Collection[str], advice: st
     known = {item.name: item for item in settings(EngineConfig) if item.name in names}
     for given in given_settings(known, args).values():
         raise ConfigError(f"{given.source}: {advice}")
-
-
-def setting_flags(config: EngineConfig) -> list[str]:
-    """Flags of ``octavo serve`` for all settings that differ from their defaults, but for the model and for secrets,
-    which are not for the list of processes."""
-    flags, values = [], to_flat(config)
-    for item in settings(type(config)):
-        value = values[item.name]
-        if item.name == "model" or item.name in SECRETS or value == item.default:
-            continue
-        name = flag_name(item.name)
-        if item.type is bool:
-            flags.append(name if value else name.replace("--", "--no-", 1))
-        else:
-            flags += [name, str(value)]
-    return flags
 
 
 def from_flags(known: Mapping[str, Setting], args: argparse.Namespace) -> dict[str, Given]:

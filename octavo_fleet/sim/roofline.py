@@ -282,10 +282,6 @@ class DecodeWork(NamedTuple):
     bytes: int
     flops: int
 
-    def floor_ms(self, bandwidth_tb_s: float, peak_tflop_s: float) -> float:
-        """Milliseconds at these ceilings, with transfers and arithmetic fully overlapped."""
-        return max(self.bytes / bandwidth_tb_s, self.flops / peak_tflop_s) / 1e9
-
 
 def decode_work(shape: Shape, batch: int, context: int, weight_bytes: float = 2, kv_bytes: float = 2) -> DecodeWork:
     """One new token for each of ``batch`` sequences of ``context`` tokens; ``*_bytes`` are those of one value."""

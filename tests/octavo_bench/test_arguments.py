@@ -7,8 +7,6 @@ from pathlib import Path
 import pytest
 
 from octavo.cli import build_parser, main
-from octavo.cli.settings import given_settings, load_config, setting_flags
-from octavo.config import EngineConfig, settings
 from tests.tiers import one_in
 
 PEER = "bench peer tiny --engine vllm --python /nowhere"
@@ -59,19 +57,6 @@ def test_a_variable_counts_as_given(monkeypatch: pytest.MonkeyPatch, capsys: pyt
     monkeypatch.setenv("OCTAVO_QUANTIZATION", "int8")
     assert main(PEER.split()) == 2
     assert "OCTAVO_QUANTIZATION: with --engine vllm" in capsys.readouterr().err
-
-
-def test_flags_of_settings_give_the_same_settings() -> None:
-    """So a server and an engine in this process can be given the same."""
-    given = ["bench", "offline", "tiny", "--quantization", "int8", "--no-enable-prefix-caching", "--block-size", "8"]
-    config = load_config(EngineConfig, build_parser().parse_args(given))
-    flags = setting_flags(config)
-    assert "--no-enable-prefix-caching" in flags
-    again = build_parser().parse_args(["bench", "offline", "tiny", *flags])
-    assert load_config(EngineConfig, again) == config
-    assert set(given_settings({item.name: item for item in settings(EngineConfig)}, again)) == {
-        *("model", "quantization", "enable_prefix_caching", "block_size")
-    }
 
 
 def test_a_draft_head_is_trained_with_the_seed_that_is_set(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from octavo.errors import ConfigError
-from octavo_fleet.sim.roofline import DecodeWork, decode_work, prefill_work, shape_of
+from octavo_fleet.sim.roofline import decode_work, prefill_work, shape_of
 from octavo_fleet.sim.shapes import SHAPES
 from tests.tiers import one_in
 
@@ -101,11 +101,6 @@ def test_one_token_of_prompt_is_one_step_of_decoding(name: str) -> None:
     shape = shape_of(SHAPES[name])
     assert prefill_work(shape, 1) == decode_work(shape, 1, 1)
     assert prefill_work(shape, 3).flops < 3 * decode_work(shape, 1, 3).flops
-
-
-def test_the_slower_of_moving_and_computing_counts() -> None:
-    assert DecodeWork(bytes=4 * 10**9, flops=10**9).floor_ms(bandwidth_tb_s=4, peak_tflop_s=100) == pytest.approx(1)
-    assert DecodeWork(bytes=1, flops=2 * 10**11).floor_ms(bandwidth_tb_s=4, peak_tflop_s=100) == pytest.approx(2)
 
 
 def test_what_is_not_known_is_refused() -> None:
