@@ -50,7 +50,7 @@ def measure(config: EngineConfig, python: Path, texts: int, rounds: int, batch: 
     llm = LLM(model, **given)
     device, dtype = llm.info.device, llm.info.dtype
     command = [str(python), script, str(model), str(threads), device, dtype, str(batch)]
-    peer = PeerProcess(command, {**os.environ, **OFFLINE})
+    peer = PeerProcess(command, {**os.environ, **OFFLINE, "TOKENIZERS_PARALLELISM": "true"})
     try:
         row = compare(llm, peer, texts, rounds)
     finally:

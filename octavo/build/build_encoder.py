@@ -38,8 +38,9 @@ from octavo.runtime.memory import keep_freed
 from octavo.types import EngineInfo, Task
 from octavo.weights.checkpoint import Checkpoint
 
-MAX_NUM_SEQS = 256
-MAX_NUM_BATCHED_TOKENS = 4096
+MAX_NUM_SEQS, MAX_NUM_BATCHED_TOKENS = 256, 4096
+MAX_NUM_SEQS_GPU, MAX_NUM_BATCHED_TOKENS_GPU = 1024, 32_768
+"""A GPU takes less time for them than the host does to prepare a step."""
 
 
 _IN_LAYER = re.compile(r"\.\d+\.")
@@ -53,7 +54,7 @@ def build_encoder(
         raise ConfigError("tensor_parallel_size and pipeline_parallel_size: an encoder runs on one device")
     if config.model.enable_return_routed_experts:
         raise ConfigError("enable_return_routed_experts: an encoder has no routers of experts")
-    max_model_len, max_num_seqs, max_num_batched_tokens = encoder_limits(config, path, model)
+    max_model_len, max_num_seqs, max_num_batched_tokens = encoder_limits(config, path, model, form.device)
     model, pooling = with_pooling(config, path, model)
     is_sparse = model.uses_vocabulary
     rows = AdapterRows() if config.model.enable_lora else None
@@ -169,21 +170,22 @@ class EncoderLimits(NamedTuple):
     max_num_batched_tokens: int
 
 
-def encoder_limits(config: EngineConfig, path: Path, model: EncoderConfig) -> EncoderLimits:
+def encoder_limits(config: EngineConfig, path: Path, model: EncoderConfig, device: torch.device) -> EncoderLimits:
     """Resolve the limits that the settings leave open. Raises ``ConfigError``."""
     _check_settings(config)
     requested = config.scheduler
     max_model_len = _longest(config.model.max_model_len, model, path)
-    max_num_batched_tokens = requested.max_num_batched_tokens or max(
-        MAX_NUM_BATCHED_TOKENS, max_model_len, requested.max_num_seqs or 0
-    )
+    seqs, tokens = MAX_NUM_SEQS, MAX_NUM_BATCHED_TOKENS
+    if device.type != CPU:
+        seqs, tokens = MAX_NUM_SEQS_GPU, MAX_NUM_BATCHED_TOKENS_GPU
+    max_num_batched_tokens = requested.max_num_batched_tokens or max(tokens, max_model_len, requested.max_num_seqs or 0)
     if max_num_batched_tokens < max_model_len:
         raise ConfigError(
             f"max_num_batched_tokens: an encoder cannot chunk texts, so it must be at least max_model_len, "
             f"{max_model_len}; it is {max_num_batched_tokens}"
         )
     return EncoderLimits(
-        max_model_len, requested.max_num_seqs or min(MAX_NUM_SEQS, max_num_batched_tokens), max_num_batched_tokens
+        max_model_len, requested.max_num_seqs or min(seqs, max_num_batched_tokens), max_num_batched_tokens
     )
 
 

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from octavo.models.encoder import EncoderConfig
     from octavo.models.encoders import LoadedEncoder
     from octavo.models.registry import LoadedModel
+    from octavo.quant.stored.stored_weight import WeightFormat
     from octavo.runtime.memory import Limits
     from octavo.weights.checkpoint import Checkpoint
 
@@ -120,7 +121,7 @@ def _check(config: EngineConfig) -> int:
     print(*describe(model, loaded, checkpoint), sep="\n")
     free = memory.free_memory(device, config.cache.gpu_memory_utilization)
     if isinstance(model, EncoderConfig):
-        return _fit_encoder(config, path, model, loaded.num_bytes, form.dtype, free)
+        return _fit_encoder(config, path, model, loaded.num_bytes, form, free)
     if config.model.pipeline_parallel_size > 1:
         loaded = largest_stage(model, checkpoint, form, num_ranks, config.model.pipeline_parallel_size)
     for line in (*_check_modules(config, loaded), *_check_drafter(config, model, checkpoint, device)):
@@ -193,13 +194,13 @@ def _check_other(config: EngineConfig, backend: ModelBackend) -> int:
 
 
 def _fit_encoder(
-    config: EngineConfig, path: Path, model: EncoderConfig, num_bytes: int, dtype: torch.dtype, free: int
+    config: EngineConfig, path: Path, model: EncoderConfig, num_bytes: int, form: WeightFormat, free: int
 ) -> int:
     """Check an encoder, which needs memory for its weights and the activations of a step."""
     from octavo.build.build_encoder import activation_bytes, encoder_limits
 
-    limits = encoder_limits(config, path, model)
-    activations = activation_bytes(model, limits.max_num_seqs, limits.max_num_batched_tokens, dtype)
+    limits = encoder_limits(config, path, model, form.device)
+    activations = activation_bytes(model, limits.max_num_seqs, limits.max_num_batched_tokens, form.dtype)
     sizes = f"{num_bytes / 2**20:,.1f} MiB of weights and {activations / 2**20:,.1f} MiB of activations"
     fits = num_bytes + activations <= free
     print(f"{'fits' if fits else 'does not fit'}, with texts of {limits.max_model_len} tokens: {sizes}")

@@ -48,9 +48,10 @@ from octavo.llm.prompts import (
 )
 from octavo.llm.vllm_arguments import VLLMArguments, adapter_of, check_names, priorities
 from octavo.sampling_params import SamplingParams
+from octavo.system.collector import collecting_seldom
 from octavo.text.chat_template import load_chat_template
 from octavo.text.conversation import Conversation
-from octavo.text.embedding_vectors import Floats, check_dimensions, cosine, late_interaction, pairs_of, result_of
+from octavo.text.embedding_vectors import Floats, check_dimensions, cosine, late_interaction, pairs_of, results_of
 from octavo.text.message_format import find_format
 from octavo.text.tokenizer import Tokenizer
 from octavo.types import Task
@@ -363,16 +364,16 @@ class LLM:
         """The result of a pooling task for each text; see ``result_of``. Raises ``InvalidParameter`` or
         ``RequestFailed``."""
         check_task(task, self.info)
-        jobs = [self._requests.make_reading(text, task) for text in texts]
-        self._run(jobs, use_progress)
-        answers = [job.continuations[0] for job in jobs]
-        for answer in answers:
+        with collecting_seldom():
+            jobs = [self._requests.make_reading(text, task) for text in texts]
+            self._run(jobs, use_progress)
+        values = []
+        for job in jobs:
+            (answer,) = job.continuations
             if answer.values is None:
                 raise RequestFailed(answer.output().error or "The engine gave no answer.")
-        pooling = self.info.pooling
-        return [
-            result_of(task, answer.values or b"", pooling, is_raw=is_raw, dimensions=dimensions) for answer in answers
-        ]
+            values.append(answer.values)
+        return results_of(task, values, self.info.pooling, is_raw=is_raw, dimensions=dimensions)
 
     def _run(self, jobs: Sequence[GenerationJob], use_progress: bool) -> None:
         """Run the engine until all jobs are finished."""

@@ -128,7 +128,12 @@ def check_texts(prompts: Any, tokenizer: Tokenizer | None, info: EngineInfo) -> 
     """Validate every text; raise ``RequestError`` with the index of the first invalid one."""
     items = _as_list(prompts)
     names = ["prompt"] if len(items) == 1 else [f"prompts[{place}]" for place in range(len(items))]
-    encoded = [_encode(item, name, tokenizer, info.vocab_size)[1] for item, name in zip(items, names, strict=True)]
+    if tokenizer is not None and all(type(item) is str for item in items):
+        encoded = tokenizer.encode_all(items)
+        for tokens, name in zip(encoded, names, strict=True):
+            _check_tokens(tokens, name, info.vocab_size)
+    else:
+        encoded = [_encode(item, name, tokenizer, info.vocab_size)[1] for item, name in zip(items, names, strict=True)]
     return [_fitting(TokenizedText(tokens), name, info) for tokens, name in zip(encoded, names, strict=True)]
 
 
@@ -212,10 +217,14 @@ def _encode(prompt: Any, name: str, tokenizer: Tokenizer | None, vocab_size: int
         tokens = list(prompt)
     else:
         raise InvalidParameter(name, f"'{name}' must be text, a list of token ids or a dict with one of them.")
+    _check_tokens(tokens, name, vocab_size)
+    return text, tokens
+
+
+def _check_tokens(tokens: list[int], name: str, vocab_size: int) -> None:
     if not tokens:
         raise InvalidParameter(name, f"'{name}' must not be empty.")
     _check_in_vocabulary((min(tokens), max(tokens)), name, vocab_size)
-    return text, tokens
 
 
 def _from_mapping(prompt: Mapping[str, Any], name: str) -> Any:

@@ -33,6 +33,17 @@ def importing() -> Iterator[None]:
         gc.freeze()
 
 
+@contextlib.contextmanager
+def collecting_seldom() -> Iterator[None]:
+    """``collect_seldom`` within a block."""
+    before = gc.get_threshold()
+    collect_seldom()
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)
+
+
 def leave_out_what_exists() -> None:
     """Collect once, then exclude all existing objects from later collections: they live as long as the process."""
     gc.collect()

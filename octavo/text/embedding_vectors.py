@@ -14,6 +14,16 @@ from octavo.types import Task
 Floats = npt.NDArray[np.float32]
 
 
+def results_of(
+    task: Task, values: Sequence[bytes], info: PoolingInfo, *, is_raw: bool = False, dimensions: int | None = None
+) -> list[Floats]:
+    """``result_of`` for each of several texts."""
+    if not values or task in ("token_embed", "token_classify"):
+        return [result_of(task, each, info, is_raw=is_raw, dimensions=dimensions) for each in values]
+    rows = result_of(task, b"".join(values), info, is_raw=is_raw, dimensions=dimensions, num_texts=len(values))
+    return list(rows)
+
+
 def result_of(
     task: Task,
     values: bytes,
@@ -22,8 +32,10 @@ def result_of(
     is_raw: bool = False,
     normalizes: bool | None = None,
     dimensions: int | None = None,
+    num_texts: int | None = None,
 ) -> Floats:
-    """What a request for ``task`` asked for, of the values in the engine's output: numbers, or a row for each token.
+    """What a request for ``task`` asked for, of the values in the engine's output: numbers, or a row for each token, or
+    for each of ``num_texts``, whose values follow one another.
 
     Scores are made of logits unless ``is_raw``. Embeddings are shortened, and normalised if ``normalizes`` says so;
     ``None``: if the model's own files do.
@@ -31,6 +43,8 @@ def result_of(
     numbers = np.frombuffer(values, dtype="<f4")
     if task in ("token_embed", "token_classify"):
         numbers = numbers.reshape(-1, info.token_size if task == "token_embed" else len(info.labels))
+    elif num_texts is not None:
+        numbers = numbers.reshape(num_texts, -1)
     if task not in ("embed", "token_embed"):
         return numbers if is_raw else activated(numbers, info.activation)
     return shortened(numbers, dimensions, info.normalizes if normalizes is None else normalizes)

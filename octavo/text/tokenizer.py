@@ -58,6 +58,8 @@ FIRST_PART = 1 << 16
 """Characters of the first part that is looked at."""
 USUAL_CHARACTERS = 8
 """For each token, at most, in most texts; only the others are looked at in parts."""
+TEXTS_AT_ONCE = 1024
+"""Encoded by one call of the library."""
 CACHED_WORDS = 1000
 """Of each thread. The library's own limit of 10,000 words takes 70 MB in each thread if a client sends long ones. Where
 words in the vocabulary are looked up, a cache of the others makes nothing faster."""
@@ -116,13 +118,28 @@ class Tokenizer:
         Raises ``InvalidParameter`` for a string that is not Unicode text (it has an unpaired surrogate), or that the
         library cannot encode, or could make far longer.
         """
-        _check_unicode(text)
-        if len(text) > self._limits.harmless_characters:
-            self._limits.check(text)
-        if self._parallel is not None and self._parallel.takes(text):
+        if self._takes_apart(text):
+            assert self._parallel is not None
             return self._parallel.encode(text, add_special_tokens)
         (encoding,) = encode_texts(self._backend, [text], add_special_tokens)
         return list(encoding.ids)
+
+    def encode_all(self, texts: Sequence[str]) -> list[list[int]]:
+        """``encode`` of each text; the library encodes several at the same time."""
+        found: list[list[int]] = []
+        for start in range(0, len(texts), TEXTS_AT_ONCE):
+            some = texts[start : start + TEXTS_AT_ONCE]
+            long = {text for text in some if self._takes_apart(text)}
+            whole = iter(encode_texts(self._backend, [text for text in some if text not in long], True))
+            found += [self.encode(text) if text in long else list(next(whole).ids) for text in some]
+        return found
+
+    def _takes_apart(self, text: str) -> bool:
+        """Whether the parts of a long text are encoded at the same time. Raises as ``encode`` does."""
+        _check_unicode(text)
+        if len(text) > self._limits.harmless_characters:
+            self._limits.check(text)
+        return self._parallel is not None and self._parallel.takes(text)
 
     def exceeds(self, text: str, limit: int) -> bool:
         """Whether a beginning of ``text`` has more than twice ``limit`` tokens, so that the text has more than that.

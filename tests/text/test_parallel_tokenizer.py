@@ -57,6 +57,8 @@ def test_token_ids_are_those_of_the_unsplit_text(rule: str) -> None:
         assert prepared.encode(text, adds_special) == plain.encode(text, adds_special)
     unsplittable = "中文" * (2 * MIN_CHUNK)
     assert prepared.encode(unsplittable, True) == plain.encode(unsplittable, True)
+    several = [unsplittable, "the", text, ""]
+    assert prepared.encode_all(several) == [plain.encode(each) for each in several]
 
 
 @pytest.mark.usefixtures("four_threads")

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import itertools
 import logging
+from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -80,22 +82,25 @@ class EncoderExecutor:
             return as_vectors(self._pooler.of_pooled(self._pooler.of_rows(task, x_TD[at]), x_TD.dtype))
         if kind == "splade":
             return as_vectors(torch.stack([self._pooler.of_vocabulary(x_TD[span]) for span in spans]))
-        rows_TC = self._pooler.of_rows(task, torch.cat([x_TD[span] for span in spans]))
-        of_texts = rows_TC.split_with_sizes([span.stop - span.start for span in spans])
+        lengths = [span.stop - span.start for span in spans]
+        is_whole = sum(lengths) == len(x_TD)
+        rows_TC = self._pooler.of_rows(task, x_TD if is_whole else torch.cat([x_TD[span] for span in spans]))
         if task in TOKEN_TASKS:
-            return [as_vectors(of_tokens_TC.reshape(1, -1))[0] for of_tokens_TC in of_texts]
-        means_SC = torch.stack([of_tokens_TC.mean(dim=0) for of_tokens_TC in of_texts])
-        return as_vectors(self._pooler.of_pooled(means_SC, x_TD.dtype))
+            return [as_vectors(of_tokens_TC.reshape(1, -1))[0] for of_tokens_TC in rows_TC.split_with_sizes(lengths)]
+        return as_vectors(self._pooler.of_pooled(means(rows_TC, lengths), x_TD.dtype))
 
     def _texts(self, texts: list[EncoderText], ends: list[int]) -> PackedTexts:
-        ids: list[int] = []
-        positions: list[int] = []
-        types: list[int] = []
-        for text in texts:
-            length = len(text.tokens)
-            ids += text.tokens
-            positions += range(length)
-            first = length if text.second_start is None else text.second_start
-            types += [0] * first + [1] * (length - first)
-        ids_T, positions_T, types_T = torch.tensor([ids, positions, types], dtype=torch.int64, device=self._device)
+        lengths = np.diff(ends, prepend=0)
+        packed_3T = np.empty((3, ends[-1]), np.int64)
+        packed_3T[0] = list(itertools.chain.from_iterable(text.tokens for text in texts))
+        packed_3T[1] = np.arange(ends[-1]) - np.repeat(ends - lengths, lengths)
+        firsts = [len(text.tokens) if text.second_start is None else text.second_start for text in texts]
+        packed_3T[2] = packed_3T[1] >= np.repeat(firsts, lengths)
+        ids_T, positions_T, types_T = torch.from_numpy(packed_3T).to(self._device)
         return PackedTexts(ids_T, positions_T, types_T, ends)
+
+
+def means(rows_TC: Tensor, lengths: Sequence[int]) -> Tensor:
+    """The mean [S, C] of the rows of each of S texts, which follow one another; sums are in float32."""
+    offsets = torch.tensor([0, *itertools.accumulate(lengths[:-1])], device=rows_TC.device)
+    return torch.nn.functional.embedding_bag(torch.arange(len(rows_TC), device=rows_TC.device), rows_TC, offsets)
