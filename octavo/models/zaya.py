@@ -179,7 +179,7 @@ class ZayaLayer(DecoderLayer):
         self.add_attended, self.add_experts = (
             ScaledSum(weights, f"{prefix}.post_{part}_residual_scale", D) for part in ("attention", "mlp")
         )
-        self.mixture = CarriedExperts(config, weights, f"{prefix}.mlp", index == 0)
+        self.of_experts = CarriedExperts(config, weights, f"{prefix}.mlp", index == 0)
         self.sizes = D, config.router_size
 
     def load_mixer(self, config: DecoderConfig, weights: WeightLoader, prefix: str, index: int) -> None:
@@ -191,7 +191,7 @@ class ZayaLayer(DecoderLayer):
         self.num_gates, self.preparations, self.wide_values = 0, [], None
 
     def feed_forward(self, *_: Any) -> Any:
-        return no_feed_forward  # ``mixture`` has another signature
+        return no_feed_forward  # ``of_experts`` has another signature
 
     def __call__(self, x_TX: Tensor, step: StepAngles, cache: LayerCache, rows: PagedRows) -> Tensor:
         x_TD = x_TX[:, : self.sizes[0]].to(self.dtype).contiguous()
@@ -200,7 +200,7 @@ class ZayaLayer(DecoderLayer):
         attended_TN, x_RX = rows.pick(self.attend(qkv_TW, step, cache, rows), x_TX)
         x_RD, carried_RZ = x_RX.split_with_sizes(self.sizes, dim=1)
         x_RD = self.add_attended(self.o_proj(attended_TN), x_RD)
-        added_RD, carried_RZ = self.mixture(self.before_mlp(x_RD.to(self.dtype)), carried_RZ)
+        added_RD, carried_RZ = self.of_experts(self.before_mlp(x_RD.to(self.dtype)), carried_RZ)
         return torch.cat((self.add_experts(added_RD, x_RD), carried_RZ.float()), dim=1)
 
 
