@@ -169,7 +169,8 @@ SETTINGS: dict[str, Any] = {
     "kv_cache_memory": 0.05,
     "block_size": 16,
 }
-INDEXER = {"n_heads": 4, "kv_heads": 1, "head_dim": 12, "budget": 64, "compress_ratio": 4}
+INDEXER = {"n_heads": 16, "kv_heads": 1, "head_dim": 12, "budget": 64, "compress_ratio": 4}
+"""With few heads many scores are zero, and equal: what the library then chooses is not said."""
 MLA = ("num_attention_heads", "q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 HEADS: dict[str, Any] = {"num_key_value_heads": 4, "head_dim": 8}
 VARIANTS: tuple[Mapping[str, Any], ...] = (

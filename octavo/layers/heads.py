@@ -43,6 +43,8 @@ class StepAngles(NamedTuple):
     """The residual stream before the first layer, of models whose layers see it."""
     choice: Choice | None = None
     """Of models with indexers."""
+    token_ids_T: Tensor | None = None
+    """The tokens, of models whose layers see them."""
 
     def of(self, rope: int | None) -> Angles:
         """The angles of a rotary embedding; of none without one."""

@@ -53,13 +53,13 @@ class Linear:
             return self(x_TK, norm=norm, activation=activation)
         return self(norm(x_TK), activation=activation)
 
-    def columns(self, x_TK: Tensor, norm: RMSNorm, sizes: Sequence[int]) -> list[Tensor]:
+    def columns(self, x_TK: Tensor, norm: RMSNorm | None, sizes: Sequence[int]) -> list[Tensor]:
         """``norm(x) @ weight.T`` in parts of so many columns, which are not copied together where each is of one
         weight."""
         ends = set(itertools.accumulate(sizes))
         if len(self.weights) == 1 or self.bias_N is not None:
             return list(self(x_TK, norm=norm).split_with_sizes(list(sizes), dim=-1))
-        h_TK = norm(x_TK)
+        h_TK = x_TK if norm is None else norm(x_TK)
         parts = [weight.apply(h_TK) for weight in self.weights]
         if not ends.issuperset(itertools.accumulate(part.shape[1] for part in parts)):
             return list(ops.concat(*parts).split_with_sizes(list(sizes), dim=-1))

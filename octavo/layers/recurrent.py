@@ -28,7 +28,7 @@ class GatedDelta:
     and N of time steps. The state is that of ``ops.causal_conv`` and that of ``ops.gated_delta``.
     """
 
-    def __init__(self, norm: RMSNorm, projections: Linear, conv_WC: Tensor, heads: DeltaHeads) -> None:
+    def __init__(self, norm: RMSNorm | None, projections: Linear, conv_WC: Tensor, heads: DeltaHeads) -> None:
         self.norm = norm
         self.projections = projections
         self.conv_WC = conv_WC

@@ -140,11 +140,15 @@ class Decoder:
         for i in set(range(config.num_layers)).difference(self.own):
             weights.tensors.leave_out(f"{names.layers}.{i}.")
         self.layers = [self.layer_class(config, weights, f"{names.layers}.{i}", i) for i in self.own]
-        self.norm = weights.stream_norm(names.norm, D, config.stream_eps, config.norm)
+        self.norm = self.last_norm(config, weights)
         if config.logit_scale != 1.0:
             self.norm.weight_D = (self.norm.weight_D.float() * config.logit_scale).to(weights.form.dtype)
         tied = self.embedding if config.tie_word_embeddings else None
         self.head = weights.head(names.head, shape, tied, config.has_head_bias)
+
+    def last_norm(self, config: DecoderConfig, weights: WeightLoader) -> Norm:
+        """The norm before the map to logits."""
+        return weights.stream_norm(config.names.norm, config.hidden_size, config.stream_eps, config.norm)
 
     def forward(
         self,

@@ -354,12 +354,25 @@ class WeightLoader:
         ``is_tied``: its table also maps to logits, and is quantised if the format quantises the head.
         """
         load = self._head_stored if is_tied else self._stored
-        [weight] = self._packed([self._shard.vocabulary(load(name, (vocab_size, hidden_size)))])
+        if self.tensors.has(f"{name}.shard_0.weight"):
+            stored = self._in_shards(name, vocab_size, hidden_size)
+        else:
+            stored = load(name, (vocab_size, hidden_size))
+        [weight] = self._packed([self._shard.vocabulary(stored)])
         return_memory(self.form.device)
         if self.collective.size == 1:
             return Embedding(weight)
         own = self._shard.tokens(vocab_size)
         return VocabParallelEmbedding(weight, own.start, len(own), self.collective)
+
+    def _in_shards(self, name: str, num_rows: int, width: int) -> StoredWeight:
+        """A table of which the checkpoint has some rows after the other."""
+        found: list[StoredWeight] = []
+        while left := num_rows - sum(part.shape[0] for part in found):
+            module = f"{name}.shard_{len(found)}"
+            shape = self.tensors.shape(f"{module}.weight") or (left, width)
+            found.append(self._stored(module, (min(shape[0], left) or left, width)))
+        return found[0].join(found[1:]) if len(found) > 1 else found[0]
 
     def small_embedding(self, name: str, count: int, hidden_size: int) -> Embedding:
         """A small embedding, replicated on every device."""

@@ -95,6 +95,7 @@ TEXT_MODELS: dict[str, tuple[str, Mapping[str, Any]]] = {
     "qwen3_5_text": ("Qwen3_5ForCausalLM", {}),
     "qwen3_vl_moe_text": ("Qwen3MoeForCausalLM", {"norm_topk_prob": True}),
     "qwen3_vl_text": ("Qwen3ForCausalLM", {"rms_norm_eps": 1e-6}),
+    "qwen4_exp_text": ("Qwen4ExpForCausalLM", {}),
     "step3p5": ("Step3p5ForCausalLM", {}),
 }
 """``model_type`` of a text part to its architecture, and defaults that published configurations omit."""
@@ -160,6 +161,7 @@ TEXT_PARTS: dict[str, str] = {
     "Qwen3OmniMoeForConditionalGeneration": "qwen3_omni_moe_text",
     "Qwen3VLForConditionalGeneration": "qwen3_vl_text",
     "Qwen3VLMoeForConditionalGeneration": "qwen3_vl_moe_text",
+    "Qwen4ExpForConditionalGeneration": "qwen4_exp_text",
     "SmolVLMForConditionalGeneration": "llama",
     "Step3p7ForConditionalGeneration": "step3p5",
     "VideoLlama3ForConditionalGeneration": "qwen2",

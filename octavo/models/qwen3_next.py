@@ -29,6 +29,7 @@ from octavo.models.parts import DecoderConfig, GatePart, HeadNorm, NormPart
 from octavo.models.qwen_moe import with_qwen_experts
 from octavo.models.rope import rope_values
 from octavo.ops.gated_delta import DeltaHeads
+from octavo.ops.gated_norm import Gate
 from octavo.quant.stored.shard import Section
 
 OF_IMAGES = ("mrope_section", "mrope_interleaved")
@@ -46,6 +47,7 @@ class DeltaSizes(NamedTuple):
     """Of the convolution."""
     is_tiled: bool = False
     """See ``DeltaHeads``: the order of the output projection's inputs."""
+    gate: Gate = "silu"
 
     @property
     def keys(self) -> int:
@@ -117,7 +119,8 @@ class Qwen3NextLayer(HybridLayer):
         projections = weights.fused(self.projections(sizes, name, weights), config.hidden_size)
         conv_WC = weights.conv([f"{name}.conv1d"], sizes.channels, sizes.width)
         self.o_proj = self.output(config, weights, name)
-        return GatedDelta(self.input_norm, projections, conv_WC, heads)
+        norm = None if self.before_attention is None else self.input_norm
+        return GatedDelta(norm, projections, conv_WC, heads)
 
     def output(self, config: Qwen3NextConfig, weights: WeightLoader, name: str) -> Linear | RowParallelLinear:
         """The map of the heads' outputs; where these are tiled, ranks cannot divide it, nor can adapters change it."""
@@ -171,6 +174,7 @@ def delta_heads(
         norm_V=norm_V,
         norm_eps=eps,
         is_tiled=sizes.is_tiled,
+        gate=sizes.gate,
     )
 
 

@@ -21,6 +21,7 @@ from octavo.ops.attention import (
     store_keys,
     store_kv,
 )
+from octavo.ops.block_choice import choose_blocks
 from octavo.ops.block_linear import block_embedding, block_linear
 from octavo.ops.causal_conv import causal_conv
 from octavo.ops.drafting import accept_by_chance, accept_drafts, draft_rows, drafts_behind, keep_draft, newest_tokens

@@ -45,6 +45,7 @@ STATE_TYPES = {
     "zamba2",
     "bailing_hybrid",
     "zaya",
+    "qwen4_exp_text",
 }
 WITH_STATE = [row for row in ROWS if ROWS[row][0] in STATE_TYPES]
 

@@ -117,6 +117,27 @@ KIMI = {
     "qk_nope_head_dim": 12,
     "v_head_dim": 10,
 }
+QWEN4 = {
+    **QWEN_MOE,
+    **SHARED,
+    **DELTA,
+    **rope("default", partial_rotary_factor=0.5),
+    "num_hidden_layers": 3,
+    "layer_types": ["linear_attention", "indexed_attention", "linear_attention"],
+    "hc_count": 3,
+    "hc_lowrank": 6,
+    "ple_layer_ids": [1, 3],
+    "ple_embed_dim": 24,
+    "heads_per_ngram": 2,
+    "ngram_vocab_size_base": 50,
+    "make_ngram_vocab_size_divisible_by": 16,
+    "split_ngram_parts": 3,
+    "indexer_n_heads": 16,
+    "indexer_kv_heads": 1,
+    "indexer_head_dim": 12,
+    "indexer_budget": 24,
+    "indexer_compress_ratio": 4,
+}
 ZAYA = {"head_dim": 16, "moe_intermediate_size": 24, "num_experts": 4, "router_hidden_size": 12}
 GPT2 = {"n_positions": MAX_LEN, "n_embd": 32, "n_layer": 2, "n_head": 4}
 
@@ -460,6 +481,16 @@ ROWS: dict[str, tuple[str, dict[str, Any]]] = {
     "glm_moe_dsa/shared": (
         "glm_moe_dsa",
         {**INDEXED, "num_hidden_layers": 4, "indexer_types": ["full", "shared", "full", "shared"]},
+    ),
+    "qwen4_exp_text/blocks": ("qwen4_exp_text", QWEN4),
+    "qwen4_exp_text/plain": (
+        "qwen4_exp_text",
+        {**QWEN4, "ple_layer_ids": None, "indexer_compress_ratio": 6, "num_key_value_heads": 1}
+        | {
+            "layer_types": ["full_attention", "linear_attention"],
+            "num_hidden_layers": 2,
+            "output_gate_type": "sigmoid",
+        },
     ),
     "gpt2/small": ("gpt2", GPT2),
     "gpt2/scaled_by_layer": ("gpt2", {**GPT2, "n_inner": 40, "scale_attn_by_inverse_layer_idx": True}),

@@ -245,7 +245,7 @@ KEY_HEADS = {
     **dict.fromkeys(("mamba2", "nemotron_h"), "n_groups"),
     "zamba2": "mamba_ngroups",
     **dict.fromkeys(("bamba", "falcon_h1", "granitemoehybrid"), "mamba_n_groups"),
-    **dict.fromkeys(("qwen3_next", "qwen3_5", "qwen3_5_moe"), "linear_num_key_heads"),
+    **dict.fromkeys(("qwen3_next", "qwen3_5", "qwen3_5_moe", "qwen4_exp_text"), "linear_num_key_heads"),
 }
 """How families name the heads, or groups of them, by which their recurrent layers are divided."""
 
@@ -283,7 +283,7 @@ def test_ranks_give_the_tokens_of_one_device(row: str, size: int, tmp_path: Path
     compare(tmp_path, size)
 
 
-WITHOUT_STAGES = ("gemma3n", "gemma4/own", "longcat", "zamba2", "zaya")
+WITHOUT_STAGES = ("gemma3n", "gemma4/own", "longcat", "qwen4_exp", "zamba2", "zaya")
 """Families whose layers need more of the ones before than the residual stream, or have names in common with them."""
 
 

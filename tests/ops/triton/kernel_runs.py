@@ -122,6 +122,10 @@ def _linears(make: Maker, dtype: torch.dtype) -> Iterator[tuple[str, Call]]:
     )
     yield "head_linear", by_head
     yield "invariant head_linear", functools.partial(_invariantly, by_head)
+    index, keys = make.cache(6, 1, 24, dtype), make.cache(6, 2, 16, dtype)
+    indexed = LayerCache(keys, keys, index=index)
+    queries, rows = make.floats(6, 4, 24, dtype=dtype), make.rows([2, 3], [20, 30])
+    yield "choose_blocks", functools.partial(ops.choose_blocks, queries, indexed, rows, 4, 2)
 
 
 def _packed(make: Maker, dtype: torch.dtype) -> Iterator[tuple[str, Call]]:

@@ -1,0 +1,138 @@
+"""Attention to blocks of earlier positions that an indexer chose for each row (Qwen4's QSA).
+
+An indexer caches one key for each position, in ``LayerCache.index``, and makes one of the keys of every block of
+``size`` positions, which takes the place of its last position's. A block's score for a row is the sum over the
+indexer's heads of the positive parts of the dot products of their queries with the block's key. A row attends to the
+blocks of the highest scores among those that end before it or with it, and to the positions behind the last of these.
+
+Shapes: T tokens of the step, S sequences, N heads of the indexer, W width of its keys, K kv heads, G heads that share
+one, H head dim, B blocks of the longest context, C blocks that a row attends to at most.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from octavo.ops.attention import MAX_SCRATCH, GroupRows, HeadLayout, LayerCache, PagedRows, attention, stored_heads
+from octavo.ops.cache_rows import unpack_rows
+from octavo.ops.dispatch import op
+
+
+class RowPlaces(NamedTuple):
+    """The sequences of a step's rows, and their positions in these; those of padding are valid ones of others."""
+
+    seqs_T: Tensor
+    """int64"""
+    positions_T: Tensor
+    """int64"""
+    is_real_T: Tensor
+    """Whether a row is no padding."""
+    tables_SB: Tensor
+    block_size: int
+
+    @staticmethod
+    def of(cache: LayerCache, rows: PagedRows, num_rows: int) -> RowPlaces:
+        starts, (slots_T, tables_SB) = rows.cu_seqlens_q.long(), rows.of(cache)
+        numbers_T = torch.arange(num_rows, device=starts.device)
+        seqs_T = torch.searchsorted(starts, numbers_T, right=True).sub_(1).clamp_(max=len(rows.seq_lens_S) - 1)
+        positions_T = rows.seq_lens_S.long()[seqs_T] - starts[seqs_T + 1] + numbers_T
+        is_real_T = numbers_T < starts[-1]
+        is_real_T = is_real_T & (slots_T >= 0)
+        return RowPlaces(seqs_T, positions_T.where(is_real_T, 0), is_real_T, tables_SB, cache.keys.shape[2])
+
+    def slots(self, positions_TX: Tensor) -> Tensor:
+        """Where positions [T, X] of the rows' sequences are cached; those behind a row's own are its own."""
+        known_TX = positions_TX.minimum(self.positions_T[:, None])
+        blocks_TX = self.tables_SB[self.seqs_T[:, None], known_TX // self.block_size].long()
+        return (blocks_TX * self.block_size + known_TX % self.block_size).where(self.is_real_T[:, None], 0)
+
+
+@op
+def choose_blocks(q_TNW: Tensor, cache: LayerCache, rows: PagedRows, size: int, count: int) -> Tensor:
+    """The numbers of the blocks that each row attends to, int64 [T, C] with C at most ``count``, in ascending order;
+    behind them are numbers of no complete block. Of equal scores, those of the lowest numbers are chosen.
+
+    Sums are computed in float64, so that a choice does not depend on which rows are computed together.
+    """
+    index, tables_SB = cache.index, rows.of(cache).block_tables_SB
+    assert index is not None, "the layer has no indexer"
+    (T, N, width), block_size = q_TNW.shape, index.shape[2]
+    most = max(1, min(count, tables_SB.shape[1] * block_size // size))
+    chosen_TC = torch.full((T, most), tables_SB.shape[1] * block_size, dtype=torch.int64, device=q_TNW.device)
+    starts, lengths = rows.cu_seqlens_q.tolist(), rows.seq_lens_S.tolist()
+    for s, length in enumerate(lengths):
+        begin, end = starts[s], starts[s + 1]
+        num_blocks = length // size
+        if begin == end or not num_blocks:
+            continue
+        numbers_B = torch.arange(num_blocks, device=q_TNW.device)
+        places_B = numbers_B * size + size - 1
+        slots_B = tables_SB[s].long()[places_B // block_size] * block_size + places_B % block_size
+        keys_BW = unpack_rows(index.flatten(0, 2)[slots_B], width).double()
+        step = max(1, MAX_SCRATCH // (N * num_blocks))
+        for first in range(begin, end, step):
+            last = min(end, first + step)
+            ends_Q1 = torch.arange(length - end + first + 1, length - end + last + 1, device=q_TNW.device)[:, None]
+            scores_QB = (q_TNW[first:last].double() @ keys_BW.mT).relu_().sum(dim=1).float()
+            is_open_QB = numbers_B >= ends_Q1 // size
+            order_QB = scores_QB.masked_fill_(is_open_QB, float("-inf")).sort(dim=-1, descending=True, stable=True)
+            best_QC = order_QB.indices[:, :most]
+            best_QC = best_QC.masked_fill(is_open_QB.gather(1, best_QC), chosen_TC.shape[1] + num_blocks)
+            chosen_TC[first:last, : best_QC.shape[1]] = best_QC.sort(dim=-1).values
+    return chosen_TC
+
+
+def attend_to_blocks(
+    qkv_TW: Tensor,
+    heads: HeadLayout,
+    angles: tuple[Tensor, Tensor],
+    cache: LayerCache,
+    rows: PagedRows,
+    chosen_TC: Tensor,
+    size: int,
+) -> Tensor:
+    """``ops.attention`` of which each row sees the chosen blocks alone, and the positions behind all complete ones.
+
+    Each row and each of its kv heads is computed as if it were a sequence of its own: in a view of the cache whose
+    blocks hold one head, and so many positions that they divide both a chosen block and one of the cache.
+    """
+    assert not heads.window, "windows do not go with chosen blocks"
+    T, K, S, H = len(qkv_TW), heads.num_kv_heads, cache.keys.shape[2], heads.head_dim
+    q_TNH = stored_heads(qkv_TW, heads, *angles, cache, rows)
+    places, unit = RowPlaces.of(cache, rows, T), math.gcd(S, size)
+    complete_T1 = ((places.positions_T + 1) // size)[:, None]
+    counts_T1 = (chosen_TC < complete_T1).sum(dim=1, keepdim=True)
+    blocks_TC = torch.cat((chosen_TC, complete_T1), dim=1)
+    numbers_C = torch.arange(blocks_TC.shape[1], device=qkv_TW.device)
+    blocks_TC = blocks_TC.where(numbers_C < counts_T1, complete_T1)
+    starts_TE = (blocks_TC[:, :, None] * size + torch.arange(0, size, unit, device=qkv_TW.device)).flatten(1)
+    slots_TE = places.slots(starts_TE) // unit
+    parts = S // unit
+    of_heads_K1 = torch.arange(K, device=qkv_TW.device)[:, None]
+    tables_TKE = ((slots_TE // parts)[:, None] * K + of_heads_K1) * parts + (slots_TE % parts)[:, None]
+    lens_T = counts_T1[:, 0] * size + (places.positions_T + 1) % size
+    starts = (rows.cu_seqlens_q[-1] * K).clamp(max=torch.arange(T * K + 1, device=qkv_TW.device)).int()
+    alone = replace(
+        rows,
+        groups=(GroupRows(rows.of(cache).slot_mapping_T.repeat_interleave(K), tables_TKE.flatten(0, 1).int()),),
+        cu_seqlens_q=starts,
+        seq_lens_S=lens_T.where(places.is_real_T, 0).repeat_interleave(K).int(),
+        max_query_len=1,
+        single=None,
+        state_slots_S=None,
+    )
+    keys, values = (x.view(-1, 1, unit, x.shape[3]) for x in (cache.keys, cache.values))
+    view = LayerCache(keys, values)
+    layout = HeadLayout(heads.num_heads // K, 1, H, heads.scale, shares_cache=True)
+    if cache.scales is not None:
+        factors_K11, value_factors_K11 = (scale_K[:, None, None] for scale_K in cache.scales)
+        q_TNH = (q_TNH.view(T, K, -1, H) * factors_K11).to(q_TNH.dtype)
+    found = attention(q_TNH.reshape(T * K, -1), layout, None, None, view, alone)
+    if cache.scales is not None:
+        found = (found.view(T, K, -1, H) * value_factors_K11).to(found.dtype)
+    return found.reshape(T, -1)

@@ -1,0 +1,94 @@
+"""``choose_blocks`` for CUDA devices: a score of each row and block in one launch, and a sort of these.
+
+A score is a positive float32, so its bits, as those of an integer, are in its order. The number of the block, counted
+from the end, is beside it: no two are equal.
+
+Shapes: T rows, N heads and W width of the indexer, B blocks of a context; a program's heads M, numbers C and blocks G.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from octavo.ops.attention import MAX_SCRATCH, LayerCache, PagedRows
+from octavo.ops.block_choice import RowPlaces, choose_blocks
+from octavo.ops.cache_rows import unpack_rows
+from octavo_kernels.triton.attention.cached_rows import is_packed
+from octavo_kernels.triton.launch import after_predecessor, declines_floats, empty_indices, launch
+
+BLOCKS = 64
+"""Of a program."""
+LAST = 2**32 - 1
+
+
+@choose_blocks.kernel(device="cuda", name="triton", preference=10, supports=declines_floats)
+def choose_blocks_triton(q_TNW: Tensor, cache: LayerCache, rows: PagedRows, size: int, count: int) -> Tensor:
+    """See ``ops.choose_blocks``; sums are computed in float32. Nothing is read by the host."""
+    assert cache.index is not None, "the layer has no indexer"
+    (T, N, W), places = q_TNW.shape, RowPlaces.of(cache, rows, len(q_TNW))
+    num_blocks = places.tables_SB.shape[1] * places.block_size // size
+    most, none = max(1, min(count, num_blocks)), places.tables_SB.shape[1] * places.block_size
+    if not num_blocks or not T:
+        return torch.full((T, most), none, dtype=torch.int64, device=q_TNW.device)
+    if is_packed(cache.index):
+        ranks_TB = _packed_ranks(q_TNW, cache.index, places, size, num_blocks)
+    else:
+        ranks_TB = empty_indices(T * num_blocks, torch.int64, q_TNW.device).view(T, num_blocks)
+        launch(
+            _rank_kernel, (T, triton.cdiv(num_blocks, BLOCKS)), q_TNW.contiguous(), cache.index, places.tables_SB,
+            places.seqs_T, places.positions_T, ranks_TB, num_blocks, places.tables_SB.shape[1], N=N, W=W, SIZE=size,
+            BLOCK_SIZE=places.block_size, BLOCKS=BLOCKS, HEADS=max(16, triton.next_power_of_2(N)),
+            WIDTH=max(16, triton.next_power_of_2(W)),
+        )  # fmt: skip
+    best_TC = ranks_TB.topk(most, dim=1).values
+    return torch.where(best_TC < 0, none, LAST - (best_TC & LAST)).sort(dim=1).values
+
+
+def _packed_ranks(q_TNW: Tensor, index: Tensor, places: RowPlaces, size: int, num_blocks: int) -> Tensor:
+    """The same of keys of 8 or 4 bits, which are made wide before, some rows at a time."""
+    (T, N, W), numbers_B = q_TNW.shape, torch.arange(num_blocks, device=q_TNW.device)
+    found = []
+    for part in torch.split(torch.arange(T, device=q_TNW.device), max(1, MAX_SCRATCH // (num_blocks * (N + W)))):
+        own = places._replace(
+            seqs_T=places.seqs_T[part], positions_T=places.positions_T[part], is_real_T=places.is_real_T[part]
+        )
+        ends_QB = (numbers_B * size + size - 1).expand(len(part), num_blocks)
+        keys_QBW = unpack_rows(index.flatten(0, 2)[own.slots(ends_QB)], W).float()
+        scores_QB = (q_TNW[part].float() @ keys_QBW.mT).relu_().sum(dim=1)
+        ranks_QB = scores_QB.view(torch.int32).long() << 32 | LAST - numbers_B
+        found.append(ranks_QB.masked_fill(ends_QB > own.positions_T[:, None], -1))
+    return torch.cat(found)
+
+
+@triton.jit(do_not_specialize=["num_blocks", "table_width"])
+def _rank_kernel(
+    q_ptr: tl.tensor, index_ptr: tl.tensor, tables_ptr: tl.tensor, seqs_ptr: tl.tensor, positions_ptr: tl.tensor,
+    ranks_ptr: tl.tensor, num_blocks: tl.tensor, table_width: tl.tensor, N: tl.constexpr, W: tl.constexpr,
+    SIZE: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCKS: tl.constexpr, HEADS: tl.constexpr, WIDTH: tl.constexpr,
+    PDL: tl.constexpr,
+) -> None:  # fmt: skip
+    """Scores of some blocks for a row, with their numbers; -1 for blocks that end behind it."""
+    after_predecessor(PDL)
+    t = tl.program_id(0).to(tl.int64)
+    b_G = tl.program_id(1) * BLOCKS + tl.arange(0, BLOCKS)
+    position = tl.load(positions_ptr + t)
+    end_G = b_G.to(tl.int64) * SIZE + SIZE - 1
+    is_open_G = (end_G > position) | (b_G >= num_blocks)
+    rank_G = tl.full([BLOCKS], -1, tl.int64)
+    if tl.program_id(1).to(tl.int64) * BLOCKS * SIZE + SIZE - 1 <= position:
+        m_M, c_C = tl.arange(0, HEADS), tl.arange(0, WIDTH)
+        q_at = q_ptr + t * N * W + (m_M * W)[:, None] + c_C[None, :]
+        q_MC = tl.load(q_at, mask=(m_M < N)[:, None] & (c_C < W)[None, :], other=0.0)
+        table_ptr = tables_ptr + tl.load(seqs_ptr + t) * table_width
+        block_G = tl.load(table_ptr + end_G // BLOCK_SIZE, mask=~is_open_G, other=0).to(tl.int64)
+        slot_G = block_G * BLOCK_SIZE + end_G % BLOCK_SIZE
+        key_at = index_ptr + (slot_G * W)[:, None] + c_C[None, :]
+        key_GC = tl.load(key_at, mask=(~is_open_G)[:, None] & (c_C < W)[None, :], other=0.0).to(q_MC.dtype)
+        products_MG = tl.dot(q_MC, tl.trans(key_GC), input_precision="ieee")
+        score_G = tl.sum(tl.maximum(products_MG, 0.0), axis=0)
+        number_G = 4294967295 - b_G.to(tl.int64)
+        rank_G = tl.where(is_open_G, -1, (score_G.to(tl.int32, bitcast=True).to(tl.int64) << 32) | number_G)
+    tl.store(ranks_ptr + t * num_blocks + b_G, rank_G, mask=b_G < num_blocks)

@@ -1,0 +1,31 @@
+"""Blocks that an indexer chooses, in a kernel, are those of the reference."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from octavo import ops
+from octavo_kernels.triton.attention.choose_blocks import choose_blocks_triton
+from tests.ops.test_block_choice import COUNT, complete
+from tests.ops.test_sparse_attention import SHAPES, Step
+from tests.ops.triton.poison import poison_new_tensors
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(
+    ("block_size", "size", "dtype"),
+    [(16, 4, torch.float32), (4, 6, torch.bfloat16), (4, 16, torch.float8_e4m3fn)],
+)
+def test_the_same_blocks_are_chosen(
+    shape: str, block_size: int, size: int, dtype: torch.dtype, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step = Step(SHAPES[shape], block_size, dtype)
+    expected = ops.choose_blocks.reference(step.q_TNW, step.cache, step.rows, size, COUNT)
+    poison_new_tensors(monkeypatch)
+    cache = step.cache._replace(index=step.index.to(device))
+    groups = tuple(type(group)(*(x.to(device) for x in group)) for group in step.rows.groups)
+    rows = type(step.rows)(groups, step.rows.cu_seqlens_q.to(device), step.rows.seq_lens_S.to(device), 1)
+    q_TNW = step.q_TNW.to(device, torch.float32 if dtype == torch.float32 else torch.bfloat16)
+    found = choose_blocks_triton(q_TNW, cache, rows, size, COUNT)
+    assert complete(step, found.cpu(), size) == complete(step, expected, size)
