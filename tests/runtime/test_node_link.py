@@ -18,6 +18,7 @@ from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any, cast
 
 import msgspec
 import pytest
@@ -30,7 +31,7 @@ from octavo.config import EngineConfig, ModelSettings, to_flat
 from octavo.errors import CheckpointError, ConfigError, RanksLost
 from octavo.models.registry import read_config
 from octavo.runtime.memory import Limits
-from octavo.runtime.ranks import node_link
+from octavo.runtime.ranks import node_link, rank_group
 from octavo.runtime.ranks.node_link import NodeLink, NodeListener, NodeLost, Order, StageOutput, StartNode, join
 from octavo.runtime.ranks.rank_processes import RankProcesses
 from octavo.runtime.ranks.start_messages import RankFailed, RankLoaded, RankReady, RankSettled, StartMessage
@@ -224,6 +225,19 @@ def test_a_rank_that_has_ended_is_told_with_its_status(ends: tuple[NodeLink, Nod
     assert found.get(timeout=30) == ("host 1: rank 1 of the engine ended", 3)
     with pytest.raises(RanksLost, match="host 1: rank 1 of the engine ended"):
         first.hear(RankReady)
+
+
+def test_why_a_host_cannot_start_is_raised_wherever_it_is_noticed(ends: tuple[NodeLink, NodeLink]) -> None:
+    """By its own class, as it says whether to start again: by who listens, who sends, and who waits for another."""
+    first, other = ends
+    processes: Any = SimpleNamespace(connections=[], processes=[])
+    watch = rank_group._Watch(cast(Any, SimpleNamespace(abort=lambda: None)), processes, [], [first])
+    other.tell(RankFailed("ConfigError", "model: there is none"))
+    other.close()
+    assert watch.lost.wait(30)
+    for notice in (watch.check, lambda: first.hear(RankReady), lambda: first.tell(RankReady())):
+        with pytest.raises(ConfigError, match=r"^host 1: model: there is none$"):
+            notice()
 
 
 def test_why_a_rank_has_ended_is_read_while_others_send() -> None:

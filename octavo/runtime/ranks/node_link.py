@@ -26,7 +26,7 @@ import msgspec
 
 from octavo import __version__
 from octavo.config import ModelSettings
-from octavo.errors import RanksLost
+from octavo.errors import OctavoError, RanksLost
 from octavo.ops.device_backend import Check, RankMemory, Way
 from octavo.runtime.ranks.start_messages import RankFailed, RankLoaded, RankReady, RankSettled
 from octavo.system.channel import (
@@ -123,6 +123,8 @@ class NodeLink:
         self._heard: queue.SimpleQueue[NodeMessage | None] = queue.SimpleQueue()
         """What is not a stage's output; at last ``None``."""
         self._problem = ""
+        self.failure: OctavoError | None = None
+        """Why the other host could not start, if it said so."""
         self._is_closed, self._has_received = threading.Event(), threading.Event()
         out.wait_for(SILENT_SECONDS)
         into.wait_for(SILENT_SECONDS)
@@ -134,14 +136,14 @@ class NodeLink:
         return self._is_closed.is_set()
 
     def tell(self, message: NodeMessage) -> None:
-        """Send a message. Raises ``RanksLost``."""
+        """Send a message. Raises ``RanksLost``, or the error that the other end has reported."""
         try:
             with self._sending:
                 self._out.tell(message)
         except ChannelError as error:
             self._has_received.wait(ALIVE_SECONDS)  # the other end may have said why it closes
             self._lose(str(error), -signal.SIGKILL)
-            raise RanksLost(f"host {self.node}: {self._problem or error}") from None
+            raise self.failure or RanksLost(f"host {self.node}: {self._problem or error}") from None
 
     def hear(self, kind: type[Expected], look_seconds: float | None = None, check: Check = lambda: None) -> Expected:
         """Wait for the next message that is no stage's output, by default asleep until it comes, else looking so often,
@@ -149,9 +151,7 @@ class NodeLink:
         message = self._next(look_seconds, check)
         if message is None:
             self._heard.put(None)
-            raise RanksLost(f"host {self.node}: {self._problem or 'the link is closed'}")
-        if isinstance(message, RankFailed):
-            raise RankFailed(message.kind, f"host {self.node}: {message.message}").error
+            raise self.failure or RanksLost(f"host {self.node}: {self._problem or 'the link is closed'}")
         if not isinstance(message, kind):
             raise RanksLost(f"host {self.node}: a {type(message).__name__} came, not a {kind.__name__}")
         return message
@@ -179,17 +179,19 @@ class NodeLink:
                         self.on_output(message)
                     case NodeLost(problem, status):
                         self._lose(problem, status)
+                    case RankFailed(kind, problem):  # the link ends then, and for this reason
+                        self._problem = problem
+                        self.failure = RankFailed(kind, f"host {self.node}: {problem}").error
+                        self._heard.put(None)
                     case _:
-                        if isinstance(message, RankFailed):  # the link ends then, and for this reason
-                            self._problem = message.message
                         self._heard.put(message)
-        except (ChannelError, RanksLost) as error:
+        except (ChannelError, OctavoError) as error:
             self._lose(str(error), -signal.SIGKILL)
         finally:
             self._has_received.set()
 
     def _stay_alive(self) -> None:
-        with contextlib.suppress(RanksLost):
+        with contextlib.suppress(OctavoError):
             while not self._is_closed.wait(ALIVE_SECONDS):
                 self.tell(Alive())
 
@@ -227,13 +229,13 @@ class StageRelay:
 
     def _send(self, way: Way) -> None:
         reader, link = self._memory.reader_of(way, self._check), self._links[self._memory.node_of(way[1])]
-        with contextlib.suppress(RanksLost):
+        with contextlib.suppress(OctavoError):
             while True:
                 link.tell(StageOutput(way, reader.next()))
 
     def _write(self, way: Way) -> None:
         writer, arrived = self._memory.writer_of(way, self._check), self._arrived[way]
-        with contextlib.suppress(RanksLost):
+        with contextlib.suppress(OctavoError):
             while True:
                 with contextlib.suppress(queue.Empty):
                     writer.write(arrived.get(timeout=ALIVE_SECONDS))

@@ -226,9 +226,9 @@ class _Watch:
         self._thread.start()
 
     def check(self) -> None:
-        """Raise ``RanksLost`` if a rank has ended."""
+        """Raise ``RanksLost`` if a rank has ended, or the error for which another host could not start."""
         if self.problem is not None:
-            raise self.problem
+            raise next((link.failure for link in self._nodes if link.failure is not None), self.problem)
 
     def check_running(self) -> None:
         """Raise ``RanksLost`` if a rank or the group has ended."""

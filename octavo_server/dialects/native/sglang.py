@@ -56,7 +56,7 @@ SAME = frozenset(
 )
 REFUSED: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("image_data", "video_data", "audio_data", "input_embeds", "lora_path", "session_params"), ()),
-    **dict.fromkeys(("token_ids_logprob", "custom_logit_processor"), ()),
+    **dict.fromkeys(("token_ids_logprob", "custom_logit_processor", "return_routed_experts"), ()),
     "return_hidden_states": (False,),
 }
 """Fields that would change the answer, with values that would not."""
