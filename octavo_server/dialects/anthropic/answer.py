@@ -204,4 +204,5 @@ def _block(piece: Piece) -> dict[str, Any]:
     if piece.kind == "reasoning":
         # Clients send reasoning back with its signature, which this server does not check.
         return {"type": "thinking", "thinking": "", "signature": ""}
-    return {"type": "text", "text": "", "citations": None}
+    # Without 'citations': the AI SDK takes a list there, or nothing, and no null.
+    return {"type": "text", "text": ""}
