@@ -204,5 +204,5 @@ def _block(piece: Piece) -> dict[str, Any]:
     if piece.kind == "reasoning":
         # Clients send reasoning back with its signature, which this server does not check.
         return {"type": "thinking", "thinking": "", "signature": ""}
-    # Without 'citations': the AI SDK takes a list there, or nothing, and no null.
-    return {"type": "text", "text": ""}
+    # The AI SDK takes a list there, or nothing, and Anthropic's schema a list or null, and not nothing.
+    return {"type": "text", "text": "", "citations": []}
