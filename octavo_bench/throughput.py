@@ -13,6 +13,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
@@ -176,11 +177,13 @@ def measure(
     for _ in range(rounds):
         for value, case in cases.items():
             runs[value].append(engine.visit(case))
-            say(f"{vary or ''} {value}: {runs[value][-1]['output_tok_s']:.1f} output tokens/s".strip(": "))
-    about = {**about_engine(config, engine.info), **work._asdict(), "peak_tflops": engine.used.peak}
+            named = "" if vary is None else f"{vary} {value}: "
+            say(f"{named}{runs[value][-1]['output_tok_s']:.1f} output tokens/s")
     if vary is None:
-        return {**about, **spreads(runs[""])}
-    return {**about, "rows": [{vary.replace("-", "_"): value, **spreads(found)} for value, found in runs.items()]}
+        about = {**about_engine(config, engine.info), "peak_tflops": engine.used.peak}
+        return {**about, **work._asdict(), **spreads(runs[""])}
+    rows = [{vary.replace("-", "_"): value, **spreads(found)} for value, found in runs.items()]
+    return {"model": Path(config.model.model).name, "device": engine.info.device, **work._asdict(), "rows": rows}
 
 
 class CaseEngine:
