@@ -33,8 +33,8 @@ from octavo.errors import ConfigError
 from octavo.types import EngineInfo, Request
 from octavo_bench.offline import about_engine, build_prepared
 from octavo_fleet.sim.clock import START
-from octavo_fleet.sim.cost_model import CostModel
-from octavo_fleet.sim.fitted import Fitted, fit
+from octavo_fleet.sim.costs.cost_model import CostModel
+from octavo_fleet.sim.costs.fitted import Fitted, fit
 from octavo_fleet.sim.jobs import Job, Lengths, Workload
 from octavo_fleet.sim.replica import ReplicaSizes
 from octavo_fleet.sim.report import LatencyTargets, Ledger, RequestProgress

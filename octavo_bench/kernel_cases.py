@@ -7,7 +7,7 @@ from typing import NamedTuple
 from octavo.errors import ConfigError
 from octavo.ops.linear import Activation
 from octavo_bench.linear_case import LinearCase
-from octavo_fleet.sim.roofline import shape_of
+from octavo_fleet.sim.costs.roofline import shape_of
 from octavo_fleet.sim.shapes import SHAPES
 
 

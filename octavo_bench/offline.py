@@ -33,8 +33,8 @@ from octavo.types import EngineInfo, Output, Request
 from octavo.weights.checkpoint import open_checkpoint
 from octavo.weights.hub import resolve_model
 from octavo_bench.report import Say, spreads
-from octavo_fleet.sim.devices import DEVICES
-from octavo_fleet.sim.roofline import Shape, decode_work, prefill_work, shape_of
+from octavo_fleet.sim.costs.devices import DEVICES
+from octavo_fleet.sim.costs.roofline import Shape, decode_work, prefill_work, shape_of
 
 GREEDY = SamplingParams(temperature=0, ignore_eos=True)
 CPU_STEP_TOKENS = 512

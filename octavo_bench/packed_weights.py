@@ -25,7 +25,7 @@ from octavo_bench import ceilings
 from octavo_bench.kernel_cases import layer_cases
 from octavo_bench.kernels import ALONE_BYTES, DEVICE, shares
 from octavo_bench.linear_case import DTYPE, EPS, ROWS_CHECKED, CaseOperands, LinearCase
-from octavo_fleet.sim.roofline import MixtureShape, shape_of
+from octavo_fleet.sim.costs.roofline import MixtureShape, shape_of
 from octavo_fleet.sim.shapes import SHAPES
 from octavo_kernels.triton.graph_timing import microseconds
 from octavo_kernels.triton.launch import compiling, pdl

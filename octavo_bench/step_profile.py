@@ -31,7 +31,7 @@ from octavo_bench.offline import (
 )
 from octavo_bench.report import Say, spread
 from octavo_bench.timeline import OP, STEP, spans_of, summarise
-from octavo_fleet.sim.roofline import Shape, decode_work, prefill_work, shape_of
+from octavo_fleet.sim.costs.roofline import Shape, decode_work, prefill_work, shape_of
 
 WARM_UP_STEPS = 8
 

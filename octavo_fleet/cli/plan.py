@@ -66,7 +66,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print a line for each way, the fastest that fit first; return 1 if none does."""
-    from octavo_fleet.sim.devices import find_device
+    from octavo_fleet.sim.costs.devices import find_device
     from octavo_fleet.sim.placement import placements
 
     if (found := GPUS.fullmatch(args.gpus)) is None or int(found[1] or 1) < 1:

@@ -27,9 +27,9 @@ from octavo.quant.stored.stored_weight import WeightFormat, dtype_name
 from octavo.runtime import memory
 from octavo.runtime.ranks.ranks import check_divides
 from octavo.weights.dummy import DummyCheckpoint
-from octavo_fleet.sim.cost_model import Roofline
-from octavo_fleet.sim.devices import Device
-from octavo_fleet.sim.roofline import Shape, shape_of
+from octavo_fleet.sim.costs.cost_model import Roofline
+from octavo_fleet.sim.costs.devices import Device
+from octavo_fleet.sim.costs.roofline import Shape, shape_of
 
 AT_LOAD = (None, "fp8", "int4")
 """How weights that are not quantised may be."""

@@ -10,13 +10,13 @@ from typing import Any
 from octavo.config import EngineConfig
 from octavo.errors import ConfigError
 from octavo.weights.safetensors import read_configs
-from octavo_fleet.sim.cost_model import VALUE_BYTES, CostModel, Roofline, pools_of
-from octavo_fleet.sim.devices import Device, find_device
+from octavo_fleet.sim.costs.cost_model import VALUE_BYTES, CostModel, Roofline, pools_of
+from octavo_fleet.sim.costs.devices import Device, find_device
+from octavo_fleet.sim.costs.fitted import fit, read_log
+from octavo_fleet.sim.costs.roofline import Shape, shape_of
 from octavo_fleet.sim.events import Transfer
-from octavo_fleet.sim.fitted import fit, read_log
 from octavo_fleet.sim.jobs import Workload
 from octavo_fleet.sim.replica import ReplicaSizes
-from octavo_fleet.sim.roofline import Shape, shape_of
 from octavo_fleet.sim.shapes import SHAPES
 from octavo_fleet.sim.simulate import Fleet
 from octavo_fleet.sim.traces import Trace

@@ -19,7 +19,7 @@ from octavo.config import CacheSettings, SchedulerSettings
 from octavo.system.collector import without_collections
 from octavo_fleet.routing.routers import BLIND, RoundRobinRouter, make_router
 from octavo_fleet.sim.clock import START
-from octavo_fleet.sim.cost_model import CostModel
+from octavo_fleet.sim.costs.cost_model import CostModel
 from octavo_fleet.sim.events import NEVER, NO_TRANSFER, Events, Inbox, Transfer
 from octavo_fleet.sim.jobs import Workload
 from octavo_fleet.sim.replica import Replica, ReplicaSizes, Result

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from octavo_bench.fidelity import Replayed
-from octavo_fleet.sim.fitted import fit
+from octavo_fleet.sim.costs.fitted import fit
 from tests.sim.test_cost_model import random_steps
 
 

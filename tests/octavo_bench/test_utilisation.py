@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from octavo_bench.offline import Utilisation, data_sheet_peak
-from octavo_fleet.sim.roofline import shape_of
+from octavo_fleet.sim.costs.roofline import shape_of
 from octavo_fleet.sim.shapes import SHAPES
 
 

@@ -13,10 +13,10 @@ from octavo.engine.step_model import StepWork
 from octavo.errors import ConfigError
 from octavo.ops.device_backend import backend_of
 from octavo.plugins import GPU
-from octavo_fleet.sim.cost_model import Roofline
-from octavo_fleet.sim.devices import LINK_LATENCY, find_device
+from octavo_fleet.sim.costs.cost_model import Roofline
+from octavo_fleet.sim.costs.devices import LINK_LATENCY, find_device
+from octavo_fleet.sim.costs.roofline import shape_of
 from octavo_fleet.sim.placement import Placement, placements
-from octavo_fleet.sim.roofline import shape_of
 from octavo_fleet.sim.shapes import SHAPES
 from octavo_kernels.triton.collective import buffer_bytes
 

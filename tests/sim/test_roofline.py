@@ -7,7 +7,7 @@ import random
 import pytest
 
 from octavo.errors import ConfigError
-from octavo_fleet.sim.roofline import decode_work, prefill_work, shape_of
+from octavo_fleet.sim.costs.roofline import decode_work, prefill_work, shape_of
 from octavo_fleet.sim.shapes import SHAPES
 from tests.tiers import one_in
 

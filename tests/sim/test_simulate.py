@@ -15,7 +15,7 @@ from octavo.engine.step_model import StepWork
 from octavo.errors import ConfigError
 from octavo.steps.limits import StateSize
 from octavo_fleet.sim.clock import START
-from octavo_fleet.sim.cost_model import CostModel
+from octavo_fleet.sim.costs.cost_model import CostModel
 from octavo_fleet.sim.events import Transfer
 from octavo_fleet.sim.jobs import Awaits, Job, Workload
 from octavo_fleet.sim.replica import ReplicaSizes

@@ -8,8 +8,8 @@ from octavo.config import CacheSettings
 from octavo.engine.step_model import StepWork
 from octavo.errors import ConfigError
 from octavo.steps.limits import StateSize
-from octavo_fleet.sim.devices import LAYER_SECONDS, LINK_LATENCY, Device
-from octavo_fleet.sim.roofline import Shape
+from octavo_fleet.sim.costs.devices import LAYER_SECONDS, LINK_LATENCY, Device
+from octavo_fleet.sim.costs.roofline import Shape
 
 VALUE_BYTES = 2
 

@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from octavo.engine.step_model import StepWork
 from octavo.errors import ConfigError
-from octavo_fleet.sim.cost_model import CostModel
+from octavo_fleet.sim.costs.cost_model import CostModel
 
 Array = npt.NDArray[np.float64]
 
