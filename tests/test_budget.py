@@ -55,11 +55,11 @@ BOUNDS = {
     "lines of octavo_server": Bound(22_400, 4_000),
     "lines of octavo_fleet": Bound(9_400, 2_000),
     "lines of octavo_bench": Bound(12_300, 2_000),
-    "small modules with one importer, in their own folder": Bound(34, 16),
+    "small modules with one importer, in their own folder": Bound(32, 14),
     "files that a chat request enters": Bound(29, 6),
     "files that a request enters in the engine process": Bound(48, 6),
-    "folders with many loose files": Bound(6, 1),
-    "names of several modules": Bound(66, 20),
+    "folders with many loose files": Bound(4, 1),
+    "names of several modules": Bound(60, 14),
     "class names of several modules": Bound(24, 12),
 }
 
