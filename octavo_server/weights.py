@@ -104,7 +104,7 @@ class DiskUpdateBody(msgspec.Struct, kw_only=True):
     abort_all_requests: bool = False
 
 
-class Transfer(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+class WeightTransfer(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """The setting ``weight_transfer_config``."""
 
     backend: typing.Literal["nccl", "gloo", "ipc"]
@@ -116,7 +116,7 @@ class PauseBody(msgspec.Struct, kw_only=True):
     mode: str = "abort"
 
 
-class AbortBody(msgspec.Struct, kw_only=True):
+class SglangAbortBody(msgspec.Struct, kw_only=True):
     """The body of a request to end others: all, unless it names some; ``rid`` is SGLang's name of one."""
 
     request_ids: list[str] | None = None
@@ -140,7 +140,7 @@ sglang_tensors_decoder = BodyDecoder(SglangTensorsBody, {}, frozenset(("group_na
 disk_decoder = BodyDecoder(DiskUpdateBody, {}, frozenset(_WITHOUT_EFFECT))
 pause_decoder = BodyDecoder(PauseBody)
 check_decoder = BodyDecoder(CheckBody)
-abort_decoder = BodyDecoder(AbortBody, {}, frozenset(("abort_all",)))
+abort_decoder = BodyDecoder(SglangAbortBody, {}, frozenset(("abort_all",)))
 
 
 def check_settings(settings: ServerSettings, keys: Keys) -> None:
@@ -292,7 +292,7 @@ async def reset_prefix_cache(request: Request) -> Response:
 async def abort_requests(request: Request) -> Response:
     """All of them, or those of the caller that the body names."""
     services = _services(request)
-    body = await _read_if_any(request, abort_decoder, AbortBody())
+    body = await _read_if_any(request, abort_decoder, SglangAbortBody())
     if body.request_ids is not None or body.rid:
         named = [*(body.request_ids or ()), *filter(None, [body.rid])]
         return json_response({"status": "ok", "aborted": services.server.abort(request, named)}, {})
@@ -399,7 +399,7 @@ def _backend(settings: ServerSettings) -> str | None:
     if settings.weight_transfer_config is None:
         return None
     try:
-        backend = msgspec.json.decode(settings.weight_transfer_config, type=Transfer).backend
+        backend = msgspec.json.decode(settings.weight_transfer_config, type=WeightTransfer).backend
         if backend == "ipc":  # its handles are pickles
             raise ConfigError(
                 "weight_transfer_config: 'ipc' is for one process, in which LLM.load_weights takes tensors; a server "

@@ -60,7 +60,7 @@ BOUNDS = {
     "files that a request enters in the engine process": Bound(48, 6),
     "folders with many loose files": Bound(4, 1),
     "names of several modules": Bound(60, 14),
-    "class names of several modules": Bound(24, 12),
+    "class names of several modules": Bound(20, 10),
 }
 
 

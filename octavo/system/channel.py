@@ -6,7 +6,7 @@ have one key, which is not sent, and that their identities, what each says of it
     server                                client
     Hello(nonce)            ------>
                             <------       Login(nonce, identity, proof)
-    Welcome(proof), or Refusal(reason)
+    Welcome(proof), or LoginRefusal(reason)
 
 A proof is HMAC-SHA256 of both nonces and the identity. From then on the checksum of a frame is HMAC-SHA256 with a key
 made of these, over the frame's number and the payload: one that was changed, left out or repeated ends the connection.
@@ -66,13 +66,13 @@ class Welcome(msgspec.Struct, tag="welcome", array_like=True):
     proof: bytes
 
 
-class Refusal(msgspec.Struct, tag="refusal", array_like=True):
+class LoginRefusal(msgspec.Struct, tag="refusal", array_like=True):
     reason: str
 
 
 _encoder = msgspec.msgpack.Encoder()
-_decoder: msgspec.msgpack.Decoder[Hello | Login | Welcome | Refusal] = msgspec.msgpack.Decoder(
-    Hello | Login | Welcome | Refusal
+_decoder: msgspec.msgpack.Decoder[Hello | Login | Welcome | LoginRefusal] = msgspec.msgpack.Decoder(
+    Hello | Login | Welcome | LoginRefusal
 )
 
 
@@ -192,14 +192,14 @@ class Credentials(NamedTuple):
         channel.tell(Hello(self.version, nonce))
         login = channel.hear(_decoder, MAX_LOGIN_BYTES)
         if not isinstance(login, Login) or login.version != self.version:
-            channel.tell(Refusal(f"the versions of the channel differ: this server has {self.version}"))
+            channel.tell(LoginRefusal(f"the versions of the channel differ: this server has {self.version}"))
             raise ChannelError("no login of this version came")
         proof, expected, session = _secrets(self.key, nonce + login.nonce, login.identity)
         if not hmac.compare_digest(expected, login.proof):
-            channel.tell(Refusal(f"the keys differ ({self.name})"))
+            channel.tell(LoginRefusal(f"the keys differ ({self.name})"))
             raise ChannelError("its key is wrong")
         if differing := sorted(name for name in {*own, *login.identity} if own.get(name) != login.identity.get(name)):
-            channel.tell(Refusal(f"the fingerprints differ, in {', '.join(differing)}"))
+            channel.tell(LoginRefusal(f"the fingerprints differ, in {', '.join(differing)}"))
             raise ChannelError(f"its fingerprint is another, in {', '.join(differing)}")
         channel.tell(Welcome(proof))
         channel.secure(session)
@@ -212,7 +212,7 @@ class Credentials(NamedTuple):
         expected, proof, session = _secrets(self.key, hello.nonce + nonce, identity)
         channel.tell(Login(self.version, nonce, identity, proof))
         answer = channel.hear(_decoder, MAX_LOGIN_BYTES)
-        if isinstance(answer, Refusal):
+        if isinstance(answer, LoginRefusal):
             raise RefusedError(f"it refuses: {answer.reason}")
         if not isinstance(answer, Welcome) or not hmac.compare_digest(answer.proof, expected):
             raise ChannelError(f"it does not have the same key ({self.name})")

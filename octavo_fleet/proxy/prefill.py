@@ -45,7 +45,7 @@ logger = logging.getLogger("octavo.server")
 _decoder = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
-class Prompt:
+class PrefillPrompt:
     """The prompt of a request's body, as far as it is one that routers compare."""
 
     def __init__(self, target: str, body: bytes, owner: str) -> None:
@@ -84,7 +84,7 @@ class Prefill:
         self._router = router
 
     async def body_for(
-        self, decode: UpstreamServer, prompt: Prompt, target: str, headers: Headers, body: bytes
+        self, decode: UpstreamServer, prompt: PrefillPrompt, target: str, headers: Headers, body: bytes
     ) -> bytes:
         """The body that a decode server gets in place of ``body``."""
         ready = [server for server in self.servers if server.is_up]

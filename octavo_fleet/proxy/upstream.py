@@ -15,7 +15,7 @@ from octavo.errors import ConfigError, QueueFull, RequestError, Unavailable
 from octavo.telemetry.counts import Condition
 from octavo.telemetry.metrics import Metrics
 from octavo_fleet.proxy.connections import Connection, ConnectionFailed, Headers, InvalidResponse, ServerSilent
-from octavo_fleet.proxy.prefill import PATHS, Prefill, Prompt
+from octavo_fleet.proxy.prefill import PATHS, Prefill, PrefillPrompt
 from octavo_fleet.proxy.upstream_process import UpstreamProcess
 from octavo_fleet.proxy.upstream_server import CHECK_SECONDS, CHECK_SECONDS_DOWN, UpstreamServer
 from octavo_fleet.routing.routers import PrefixAware
@@ -256,7 +256,7 @@ class Upstream:
         Raises ``UpstreamUnavailable`` after ``ATTEMPTS`` failures, ``UpstreamFailed`` for an invalid response, and
         ``UpstreamSilent`` if there is none.
         """
-        prompt = Prompt(target, body, owner) if len(self._check_now) > 1 else None
+        prompt = PrefillPrompt(target, body, owner) if len(self._check_now) > 1 else None
         for attempt in range(ATTEMPTS):
             if attempt:
                 await asyncio.sleep(RETRY_PAUSE * 2 ** (attempt - 1))
@@ -305,7 +305,7 @@ class Upstream:
             raise next(failure_of(each) for each in found if isinstance(each, ConnectionFailed))
         return answers
 
-    def _chosen(self, target: str, prompt: Prompt | None) -> UpstreamServer:
+    def _chosen(self, target: str, prompt: PrefillPrompt | None) -> UpstreamServer:
         """The server for a request: the first one, which has all that is stored, but for those that store nothing."""
         if prompt is None or target.partition("?")[0] not in PATHS:
             return self._servers[0]

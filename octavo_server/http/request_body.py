@@ -375,7 +375,7 @@ OF_BROWSERS = ("origin", "sec-fetch-site", "referer")
 DECODED = ("gzip", "x-gzip", "deflate")
 
 
-class Pace:
+class BodyPace:
     """Limits the share of the processor that large bodies have, however many connections send them."""
 
     def __init__(self) -> None:
@@ -401,7 +401,7 @@ class BodyReceiver:
         self._max_bytes = max_bytes
         self._budget = ByteBudget(max_bytes + SPARE_BYTES)
         self._spooled = ByteBudget(MAX_SPOOLED_BYTES)
-        self._pace = Pace()
+        self._pace = BodyPace()
         # One at a time: decoding two at once would hold the GIL twice as long and take twice the memory.
         self._decoding = Places(1)
 

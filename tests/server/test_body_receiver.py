@@ -222,7 +222,7 @@ def test_bodies_pause_only_when_there_are_many(monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr(request_body, "time", SimpleNamespace(monotonic=lambda: now))
     monkeypatch.setattr(request_body, "asyncio", SimpleNamespace(sleep=sleep))
-    pace = request_body.Pace()
+    pace = request_body.BodyPace()
     assert asyncio.run(arrive(256 << 10, 128)) == 0, "32 MiB at once"
     assert asyncio.run(arrive(256 << 10, 8)) == 8
     now += 0.5

@@ -16,7 +16,7 @@ from octavo.text.embedding_vectors import Floats, check_dimensions
 from octavo.types import Task
 from octavo_server.dialects.openai.embeddings import InputBody, encoded
 from octavo_server.dialects.openai.fields import ACCEPTED
-from octavo_server.dialects.openai.rendering import Identity
+from octavo_server.dialects.openai.rendering import ReplyIdentity
 from octavo_server.http.endpoint import Endpoint
 from octavo_server.http.request_body import BodyDecoder
 from octavo_server.http.sse import json_response
@@ -64,7 +64,7 @@ async def classify(request: Request) -> Response:
     found, count = await _results(services, request, body, "classify")
     names = services.engine.info.pooling.labels
     answer = {
-        **Identity("classify", "list", services.answering_name(body.model)).as_dict(),
+        **ReplyIdentity("classify", "list", services.answering_name(body.model)).as_dict(),
         "data": [
             {"index": i, "label": names[int(probs.argmax())], "probs": probs.tolist(), "num_classes": len(probs)}
             for i, probs in enumerate(found)
@@ -88,7 +88,7 @@ async def pool(request: Request) -> Response:
 
     def render() -> Response:
         answer = {
-            **Identity("pool", "list", services.answering_name(body.model)).as_dict(),
+            **ReplyIdentity("pool", "list", services.answering_name(body.model)).as_dict(),
             "data": [
                 {"index": i, "object": "pooling", "data": encoded(data, body.encoding_format)}
                 for i, data in enumerate(found)

@@ -34,7 +34,7 @@ from octavo_server.dialects.openai.fields import (
 from octavo_server.dialects.openai.rendering import (
     ChunkFrame,
     CompletionLogprobs,
-    Identity,
+    ReplyIdentity,
     TokenNames,
     finite,
     identity_of,
@@ -110,7 +110,7 @@ async def _found_by_beams(
             len(sequence.tokens) - len(prompt.tokens) for prompt, sequences in found for sequence in sequences
         ),
     }
-    identity = Identity("cmpl", "text_completion", services.answering_name(body.model)).as_dict()
+    identity = ReplyIdentity("cmpl", "text_completion", services.answering_name(body.model)).as_dict()
     return {**identity, "choices": choices, "usage": {**counts, "total_tokens": sum(counts.values())}}
 
 

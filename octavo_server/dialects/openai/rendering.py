@@ -123,18 +123,18 @@ def _prompt_entry(entry: TokenLogprobs, names: TokenNames, num_top: int) -> dict
     }
 
 
-def identity_of(generation: Generation, prefix: str, kind: str, model: str) -> Identity:
+def identity_of(generation: Generation, prefix: str, kind: str, model: str) -> ReplyIdentity:
     """A new identity, or that of a durable request."""
     reader = generation.reader
     return (
-        Identity(prefix, kind, model)
+        ReplyIdentity(prefix, kind, model)
         if reader is None
-        else Identity(prefix, kind, model, reader.unique, reader.created)
+        else ReplyIdentity(prefix, kind, model, reader.unique, reader.created)
     )
 
 
 @dataclass(frozen=True)
-class Identity:
+class ReplyIdentity:
     """The fields that every chunk of a response repeats."""
 
     prefix: str
@@ -174,7 +174,11 @@ class ChunkFrame:
     """The constant part of a chunk around its single choice, rendered once per stream."""
 
     def __init__(
-        self, identity: Identity, choices: Sequence[GeneratedChoice], includes_usage: bool, has_continuous_usage: bool
+        self,
+        identity: ReplyIdentity,
+        choices: Sequence[GeneratedChoice],
+        includes_usage: bool,
+        has_continuous_usage: bool,
     ) -> None:
         head = encode(identity.as_dict())[:-1]
         self.start = b"data: " + head + b',"choices":[{'

@@ -17,7 +17,7 @@ from octavo.errors import InvalidParameter
 from octavo.text.embedding_vectors import pairs_of
 from octavo_server.dialects.openai.embeddings import TextFields
 from octavo_server.dialects.openai.fields import ACCEPTED
-from octavo_server.dialects.openai.rendering import Identity
+from octavo_server.dialects.openai.rendering import ReplyIdentity
 from octavo_server.http.endpoint import Endpoint
 from octavo_server.http.request_body import BodyDecoder
 from octavo_server.http.sse import json_response
@@ -57,7 +57,7 @@ async def score(request: Request) -> Response:
     call, pairs = body.call(services, request), pairs_of(body.text_1, body.text_2)
     found, count = await call.scores(pairs, ("text_1", "text_2"))
     answer = {
-        **Identity("score", "list", services.model_name).as_dict(),
+        **ReplyIdentity("score", "list", services.model_name).as_dict(),
         "data": [{"index": i, "object": "score", "score": value} for i, value in enumerate(found)],
         "usage": {"prompt_tokens": count, "total_tokens": count},
     }

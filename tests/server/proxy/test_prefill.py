@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from octavo_fleet.proxy import prefill, upstream_server
-from octavo_fleet.proxy.prefill import Prompt
+from octavo_fleet.proxy.prefill import PrefillPrompt
 from tests.server.proxy.proxied import Proxy
 
 PARAMS = {"do_remote_prefill": True, "remote_host": "127.0.0.1", "remote_port": 1, "remote_request_id": "t"}
@@ -104,7 +104,7 @@ def test_what_is_no_json_and_what_has_a_key_go_to_the_decode_server_alone(
 ) -> None:
     """A request with an idempotency key must be the same each time it is sent."""
     first, second = backends("prefill", kv_transfer_params=PARAMS), backends("decode")
-    prompt = Prompt("v1/completions", b'{"\xff": 1}', "")
+    prompt = PrefillPrompt("v1/completions", b'{"\xff": 1}', "")
     assert not prompt.fields
     proxy = start(second.url, prefill_upstream=first.url)
     body = {"model": "m", "prompt": LONG, "max_tokens": 9}
