@@ -9,7 +9,6 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from octavo import ops
 from octavo.ops.collective import Collective
@@ -52,7 +51,8 @@ class GatedRMSNorm(RMSNorm):
 
     def __call__(self, x_TD: Tensor, residual_TD: Tensor | None = None) -> Tensor:
         normed_TD = super().__call__(x_TD)
-        gates_TD = self.up(functional.silu(self.down(normed_TD)))
+        inner_TR = self.down(normed_TD)
+        gates_TD = self.up(ops.sigmoid_and_mul(inner_TR, inner_TR))
         gated_TD = ops.sigmoid_and_mul(gates_TD, normed_TD)
         return gated_TD if residual_TD is None else gated_TD.add_(residual_TD)
 
