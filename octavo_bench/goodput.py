@@ -19,7 +19,7 @@ from octavo.errors import ConfigError
 from octavo_bench.http_client import HttpClient
 from octavo_bench.peer_process import Clients, PeerProcess
 from octavo_bench.probe import Probe, Probed, profile_of
-from octavo_bench.serve import find_model
+from octavo_bench.serve import about_server
 from octavo_bench.serve_figures import PERCENTILES, errors, figures
 from octavo_bench.serve_load import Load, ServeWork, Target
 
@@ -195,20 +195,11 @@ def search_server(
     target: Target, work: ServeWork, search: GoodputSearch, clients: Clients, report: Callable[[Row], object]
 ) -> Row:
     """``find`` for a server that runs already; the result is as that of ``serve.measure``. Raises ``ConfigError``."""
-    model, max_model_len, version = asyncio.run(_about(target))
+    about, max_model_len = asyncio.run(_about(target))
     work = replace(work, max_model_len=max_model_len)
-    found = find(Prober(clients, target, model, work, search), report=report)
-    return {
-        "url": target.url,
-        "server": version,
-        "model": model,
-        "endpoint": target.endpoint,
-        "workload": work.workload,
-        "seed": work.seed,
-        "clients": len(clients),
-        "goodput": {**search.limits, "share": SHARE},
-        **found,
-    }
+    found = find(Prober(clients, target, about["model"], work, search), report=report)
+    asked = {"workload": work.workload, "seed": work.seed, "clients": len(clients)}
+    return {**about, **asked, "goodput": {**search.limits, "share": SHARE}, **found}
 
 
 def print_probe(row: Row) -> None:
@@ -219,9 +210,9 @@ def print_probe(row: Row) -> None:
     print(f"octavo: {row['load']}: {verdict}, {share}{told}", file=sys.stderr)
 
 
-async def _about(target: Target) -> tuple[str, int, Any]:
+async def _about(target: Target) -> tuple[dict[str, Any], int]:
     client = HttpClient(target.url, target.endpoint, target.api_key, target.timeout)
     try:
-        return *await find_model(client, target), await client.get("version")
+        return await about_server(client, target)
     finally:
         client.close()

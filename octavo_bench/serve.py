@@ -40,26 +40,17 @@ async def measure(
     """One row for each load; ``keep`` gets the result after each. Raises ``ConfigError`` if no request succeeds."""
     client = HttpClient(target.url, target.endpoint, target.api_key, target.timeout)
     try:
-        model, max_model_len = await find_model(client, target)
+        about, max_model_len = await about_server(client, target)
         work = replace(work, max_model_len=max_model_len)
-        result: dict[str, Any] = {
-            "url": target.url,
-            "server": await client.get("version"),
-            "model": model,
-            "endpoint": target.endpoint,
-            "workload": work.workload,
-            "num_prompts": work.num_prompts,
-            "seed": work.seed,
-            "goodput": wanted.goodput,
-            "rows": [],
-        }
+        asked = {"workload": work.workload, "num_prompts": work.num_prompts, "seed": work.seed}
+        result: dict[str, Any] = {**about, **asked, "goodput": wanted.goodput, "rows": []}
         pending = [(work, load) for load in wanted.loads] or [
             (replace(work, workload=name), SERVING[name].load) for name in wanted.serving
         ]
         done: list[Load] = []
         while pending:
             own, load = pending.pop(0)
-            row = await _row(client, target, model, own, load, wanted)
+            row = await _row(client, target, about["model"], own, load, wanted)
             result["rows"].append({"workload": own.workload, **row} if wanted.serving else row)
             done.append(load)
             keep(result)
@@ -96,15 +87,16 @@ async def _row(
     return {**found, "errors": said} if said else found
 
 
-async def find_model(client: HttpClient, target: Target) -> tuple[str, int]:
-    """The model's name, and how many tokens a request for it may have. Raises ``ConfigError``."""
+async def about_server(client: HttpClient, target: Target) -> tuple[dict[str, Any], int]:
+    """What a record says of a server, and how many tokens a request may have. Raises ``ConfigError``."""
     listed = await client.get("v1/models")
     models = listed.get("data", []) if isinstance(listed, dict) else []
     if target.model is None and not models:
         raise ConfigError("model: the server lists none at /v1/models; --model names it")
     found = next((model for model in models if target.model in (None, model.get("id"))), {"id": target.model})
-    max_model_len = int(found.get("max_model_len") or 1 << 30)
-    return str(found["id"]), int(CHAT_SHARE * max_model_len) if target.endpoint == "chat" else max_model_len
+    most = int(found.get("max_model_len") or 1 << 30)
+    about = {"url": target.url, "server": await client.get("version"), "model": str(found["id"])}
+    return {**about, "endpoint": target.endpoint}, int(CHAT_SHARE * most) if target.endpoint == "chat" else most
 
 
 def run(
