@@ -18,7 +18,7 @@ from octavo.layers.linear import Linear
 from octavo.layers.norm import Norm, RMSNorm
 from octavo.ops.collective import SINGLE_RANK, Collective
 from octavo.ops.linear import Activation
-from octavo.ops.moe import CappedSwish, Routing
+from octavo.ops.moe import CappedSwish, ClampedSwish, Routing
 
 
 class Routes(threading.local):
@@ -80,7 +80,7 @@ class SharedExpert:
 
     gate_up: Linear
     down: Linear
-    activation: Activation | CappedSwish
+    activation: Activation | CappedSwish | ClampedSwish
     share: Linear | None = None
     scale: float = 1.0
 

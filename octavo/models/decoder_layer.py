@@ -189,7 +189,7 @@ class DecoderLayer:
             return self.mixture(config, part, weights, prefix, before)
         after = self.stream_norm(config, weights, prefix, names.after_mlp)
         ups = [f"{prefix}.{name}" for name in names.ups]
-        if isinstance(part.activation, str):
+        if isinstance(part.activation, str | ClampedSwish):
             up = weights.gate_up(ups, part.size, D, part.has_bias)
         else:
             up = weights.column(ups[0], part.size, D, part.has_bias, is_transposed=config.is_transposed)
@@ -227,7 +227,6 @@ class DecoderLayer:
         """The expert that all tokens use."""
         D, F, has_bias = config.hidden_size, part.moe.shared_size, part.shared_has_bias
         activation = part.shared_activation or part.moe.activation
-        assert not isinstance(activation, ClampedSwish)
         return SharedExpert(
             weights.gate_up([f"{prefix}.{name}" for name in part.shared], F, D, has_bias),
             weights.partial_row(f"{prefix}.{part.shared_down}", D, F, has_bias),

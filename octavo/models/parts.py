@@ -17,7 +17,7 @@ from octavo.models.layer_cache import LayerCacheSpec
 from octavo.models.moe import MoESettings
 from octavo.models.rope import RopeContext, read_rope
 from octavo.ops.linear import Activation
-from octavo.ops.moe import CappedSwish, Routing
+from octavo.ops.moe import CappedSwish, ClampedSwish, Routing
 
 
 class Names(NamedTuple):
@@ -124,8 +124,8 @@ class MLPPart:
     """A dense feed-forward layer."""
 
     size: int
-    activation: Activation | PlainActivation
-    """Gated, or plain: of a layer without gates."""
+    activation: Activation | ClampedSwish | PlainActivation
+    """Gated, if it is a name or a ``ClampedSwish``, or plain: of a layer without gates."""
     has_bias: bool = False
 
 

@@ -96,7 +96,29 @@ def attend_to_blocks(
     chosen_TC: Tensor,
     size: int,
 ) -> Tensor:
-    """``ops.attention`` of which each row sees the chosen blocks alone, and the positions behind all complete ones.
+    """``ops.attention`` of which each row sees the chosen blocks alone, and the positions behind all complete ones."""
+    places = RowPlaces.of(cache, rows, len(qkv_TW))
+    complete_T1 = ((places.positions_T + 1) // size)[:, None]
+    counts_T1 = (chosen_TC < complete_T1).sum(dim=1, keepdim=True)
+    blocks_TC = torch.cat((chosen_TC, complete_T1), dim=1)
+    numbers_C = torch.arange(blocks_TC.shape[1], device=qkv_TW.device)
+    blocks_TC = blocks_TC.where(numbers_C < counts_T1, complete_T1)
+    lens_T1 = counts_T1 * size + ((places.positions_T + 1) % size)[:, None]
+    return attend_in_order(qkv_TW, heads, angles, cache, rows, blocks_TC.unsqueeze(1), lens_T1, size)
+
+
+def attend_in_order(
+    qkv_TW: Tensor,
+    heads: HeadLayout,
+    angles: tuple[Tensor, Tensor],
+    cache: LayerCache,
+    rows: PagedRows,
+    blocks_TKC: Tensor,
+    lens_TK: Tensor,
+    size: int,
+) -> Tensor:
+    """``ops.attention`` of which each kv head of a row sees so many positions, those of these blocks one after the
+    other; with one axis of ``K`` in place of K heads, all of them do.
 
     Each row and each of its kv heads is computed as if it were a sequence of its own: in a view of the cache whose
     blocks hold one head, and so many positions that they divide both a chosen block and one of the cache.
@@ -105,23 +127,18 @@ def attend_to_blocks(
     T, K, S, H = len(qkv_TW), heads.num_kv_heads, cache.keys.shape[2], heads.head_dim
     q_TNH = stored_heads(qkv_TW, heads, *angles, cache, rows)
     places, unit = RowPlaces.of(cache, rows, T), math.gcd(S, size)
-    complete_T1 = ((places.positions_T + 1) // size)[:, None]
-    counts_T1 = (chosen_TC < complete_T1).sum(dim=1, keepdim=True)
-    blocks_TC = torch.cat((chosen_TC, complete_T1), dim=1)
-    numbers_C = torch.arange(blocks_TC.shape[1], device=qkv_TW.device)
-    blocks_TC = blocks_TC.where(numbers_C < counts_T1, complete_T1)
-    starts_TE = (blocks_TC[:, :, None] * size + torch.arange(0, size, unit, device=qkv_TW.device)).flatten(1)
-    slots_TE = places.slots(starts_TE) // unit
+    starts_TKCE = blocks_TKC.unsqueeze(3) * size + torch.arange(0, size, unit, device=qkv_TW.device)
+    slots_TKE = (places.slots(starts_TKCE.flatten(1)) // unit).view(T, blocks_TKC.shape[1], -1)
     parts = S // unit
     of_heads_K1 = torch.arange(K, device=qkv_TW.device)[:, None]
-    tables_TKE = ((slots_TE // parts)[:, None] * K + of_heads_K1) * parts + (slots_TE % parts)[:, None]
-    lens_T = counts_T1[:, 0] * size + (places.positions_T + 1) % size
+    tables_TKE = ((slots_TKE // parts) * K + of_heads_K1) * parts + slots_TKE % parts
     starts = (rows.cu_seqlens_q[-1] * K).clamp(max=torch.arange(T * K + 1, device=qkv_TW.device)).int()
+    lens_TK = lens_TK.expand(T, K).where(places.is_real_T[:, None], 0)
     alone = replace(
         rows,
         groups=(GroupRows(rows.of(cache).slot_mapping_T.repeat_interleave(K), tables_TKE.flatten(0, 1).int()),),
         cu_seqlens_q=starts,
-        seq_lens_S=lens_T.where(places.is_real_T, 0).repeat_interleave(K).int(),
+        seq_lens_S=lens_TK.flatten().int(),
         max_query_len=1,
         single=None,
         state_slots_S=None,

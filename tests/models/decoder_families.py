@@ -41,6 +41,23 @@ BOTH_ROPES = {
         "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
     }
 }
+MINIMAX_M3 = {
+    "num_hidden_layers": 3,
+    "head_dim": 16,
+    "rotary_dim": 8,
+    "intermediate_size": 24,
+    "num_local_experts": 6,
+    "dense_intermediate_size": 48,
+    "shared_intermediate_size": 40,
+    "num_experts_per_tok": 3,
+    "index_n_heads": 2,
+    "index_head_dim": 12,
+    "index_block_size": 8,
+    "index_topk_blocks": 4,
+    "layer_types": ["full_attention", "minimax_m3_sparse", "minimax_m3_sparse"],
+    "mlp_layer_types": ["dense", "sparse", "sparse"],
+    **ROTATED_HALF,
+}
 SLIDES = ["sliding_attention", "full_attention"]
 ERNIE = {"moe_num_experts": 6, "moe_k": 3, "moe_intermediate_size": 24, "num_hidden_layers": 3}
 
@@ -118,6 +135,11 @@ ROWS: dict[str, tuple[str, dict[str, Any]]] = {
         "minimax_m2",
         {"num_local_experts": 6, "num_experts_per_tok": 3, "head_dim": 16}
         | {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.5}},
+    ),
+    "minimax_m3_vl_text/few_blocks": ("minimax_m3_vl_text", {**MINIMAX_M3, "index_local_blocks": 2}),
+    "minimax_m3_vl_text/all_blocks": (
+        "minimax_m3_vl_text",
+        {**MINIMAX_M3, "index_block_size": 64, "index_topk_blocks": 16, "swiglu_limit": 0.5, "swiglu_alpha": 1.2},
     ),
     "nemotron/half_rotated": (
         "nemotron",

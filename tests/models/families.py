@@ -527,6 +527,7 @@ TELLING = (
     "granite_swa/sinks",
     "minimax_m2/partly_rotated",
     "mimo_v2_flash/narrow_values",
+    "minimax_m3_vl_text/few_blocks",
     "laguna/gated_heads",
 )
 """Rows of such families that each have something of their own to divide among ranks."""

@@ -189,6 +189,16 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         ),
         "num_key_value_heads": None,
     },
+    "minimax-m3": shape(
+        "MiniMaxM3VLForCausalLM", 200064, 6144, 3072, 60, 64, 4, 524288,
+        head_dim=128, hidden_act="swigluoai", dense_intermediate_size=12288, shared_intermediate_size=3072,
+        rope_theta=5e6, rotary_dim=64, partial_rotary_factor=0.5, swiglu_alpha=1.702, swiglu_limit=7.0,
+        num_local_experts=128, num_experts_per_tok=4, routed_scaling_factor=2.0, moe_layer_freq=[0] * 3 + [1] * 57,
+        sparse_attention_config={
+            "sparse_num_index_heads": 4, "sparse_index_dim": 128, "sparse_block_size": 128, "sparse_topk_blocks": 16,
+            "sparse_local_block": 1, "sparse_attention_freq": [0] * 3 + [1] * 57,
+        },
+    ),
     "ling-mini-2.0": shape(
         "BailingMoeV2ForCausalLM", 157184, 2048, 5120, 20, 16, 4, 32768,
         embedding_dropout=0.0, first_k_dense_replace=1, head_dim=128, moe_intermediate_size=512, n_group=8,

@@ -119,6 +119,7 @@ WRAPPERS = {
     "Lfm3VlForConditionalGeneration": "lfm3_vl",
     "MiniCPMOcrForConditionalGeneration": "minicpm_ocr",
     "MiniCPMV4_7ForConditionalGeneration": "minicpmv4_7",
+    "MiniMaxM3SparseForConditionalGeneration": "minimax_m3_vl",
     "MusicFlamingoForConditionalGeneration": "musicflamingo",
     "Qwen3ASRForConditionalGeneration": "qwen3_asr",
     "Step3p7ForConditionalGeneration": "step3p7",
@@ -127,6 +128,15 @@ WRAPPERS = {
 """Classes with a part for text, and their ``model_type``."""
 WITHOUT_DEFAULTS: dict[str, dict[str, Any]] = {
     "step3p7": {"sliding_window": 24},
+    "minimax_m3_vl": {
+        "layer_types": ["full_attention", *["minimax_m3_sparse"] * 3],
+        "mlp_layer_types": ["dense", *["sparse"] * 3],
+        "index_n_heads": 2,
+        "index_head_dim": 16,
+        "index_block_size": 8,
+        "index_topk_blocks": 3,
+        "dense_intermediate_size": 48,
+    },
     "cohere_compass": {
         "rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 500.0, "mrope_section": [2, 2, 2]}}
     },

@@ -27,6 +27,7 @@ from octavo.ops.cache_rows import STORED, row_length
 from octavo.ops.collective import Collective, ContextPart
 from octavo.ops.gated_delta import DeltaHeads
 from octavo.ops.grouped_linear import Number, PackedGroups
+from octavo.ops.head_blocks import HeadBlocks
 from octavo.ops.latent_attention import EXPANDED_WIDTHS, LatentHeads
 from octavo.ops.linear import Fused, LowRankStack
 from octavo.ops.moe import ClampedSwish, Experts, GroupedExperts, Routing
@@ -232,6 +233,9 @@ def _attentions(make: Maker, dtype: torch.dtype) -> Iterator[tuple[str, Call]]:
             cache = LayerCache(keys, values, index=make.cache(12, 1, 40, cache_dtype))
             choose = functools.partial(ops.choose_keys, queries, weights, cache, rows, 20)
             yield f"choose_keys {max(lens[0])} {cache_dtype}", choose
+        indexed = LayerCache(keys, values, index=make.cache(12, 1, row_length(cache_dtype, H), cache_dtype))
+        choice = functools.partial(ops.choose_head_blocks, make.floats(T, K, H, dtype=dtype), indexed, rows)
+        yield f"choose_head_blocks {max(lens[0])} {H} {cache_dtype}", functools.partial(choice, HeadBlocks(24, 1, 1))
 
 
 def _parts_of_contexts(make: Maker, dtype: torch.dtype) -> Iterator[tuple[str, Call]]:
