@@ -47,7 +47,7 @@ SIZES = {
         (4, "num_experts num_local_experts n_routed_experts moe_num_experts mamba_n_heads"),
         (12, "head_dim qk_nope_head_dim v_head_dim"),
         (512, "max_position_embeddings n_positions"),
-        (64, "image_size"),
+        (64, "image_size index_topk"),
         (1, "num_expert_group n_group topk_group first_k_dense_replace"),
         (16, "kv_lora_rank mamba_d_state"),
         (500, "encoder_hash_byte_group_vocab"),
@@ -59,6 +59,7 @@ SIZES = {
 LISTS = (
     *("layer_types", "layer_rope_theta", "no_rope_layers", "mlp_layer_types", "moe_layers", "per_layer_config"),
     *("activation_sparsity_pattern", "num_attention_heads_per_layer", "layers_block_type", "attention_layers"),
+    *("indexer_types",),
     *(
         "mamba_d_head",
         "mamba_headdim",
