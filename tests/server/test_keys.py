@@ -8,7 +8,6 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-import anthropic
 import httpx
 import pytest
 
@@ -48,6 +47,8 @@ def test_several_keys_and_what_each_has(serve_app: Any, tmp_path: Path) -> None:
     name = served.client.post("/v1/responses", json=body, headers=bearer("a-key")).json()["id"]
     assert served.client.get(f"/v1/responses/{name}", headers=bearer("a-key")).status_code == 200
     assert served.client.get(f"/v1/responses/{name}", headers=bearer("b-key")).status_code == 404
+    import anthropic  # late: it takes more than a second
+
     refused = anthropic.Anthropic(base_url=served.url, api_key="wrong", max_retries=0)
     with pytest.raises(anthropic.AuthenticationError) as error:
         refused.models.list()

@@ -7,7 +7,6 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-import anthropic
 import pytest
 
 from tests.server.anthropic.test_messages import MESSAGES, client
@@ -45,6 +44,8 @@ def results(served: Served, id: str) -> dict[str, Any]:
 
 
 def test_a_batch_of_messages(server: Served) -> None:
+    import anthropic
+
     api = client(server).messages.batches
     bad: Any = {"custom_id": "bad", "params": {"max_tokens": 0, "messages": MESSAGES}}
     begun = api.create(requests=[*requests(5), bad])

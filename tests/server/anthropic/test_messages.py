@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-import anthropic
 import pydantic
 import pytest
 
 from tests.server.conftest import Served
 from tests.server.in_process import ANSWER, IM_END, InProcessEngine, byte_tokenizer
 from tests.server.writing_engine import writing_engine
+
+if TYPE_CHECKING:
+    import anthropic  # where it is used, it is imported late: that takes more than a second
 
 MESSAGES: Any = [{"role": "user", "content": "Hi"}]
 PROMPT = "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
@@ -50,6 +52,8 @@ def caller() -> Iterator[Served]:
 
 
 def client(served: Served) -> anthropic.Anthropic:
+    import anthropic
+
     return anthropic.Anthropic(base_url=served.url, api_key="none", max_retries=0, _strict_response_validation=True)
 
 
@@ -272,6 +276,8 @@ def test_what_is_refused(server: Served, body: dict[str, Any], words: str) -> No
 
 
 def test_error_classes(server: Served, serve_app: Any) -> None:
+    import anthropic
+
     with pytest.raises(anthropic.NotFoundError):
         client(server).messages.create(model="other", max_tokens=1, messages=MESSAGES)
     late = client(serve_app(InProcessEngine(is_draining=True)))
@@ -281,6 +287,8 @@ def test_error_classes(server: Served, serve_app: Any) -> None:
 
 
 def test_an_error_after_the_start_is_an_event(serve_app: Any) -> None:
+    import anthropic
+
     from octavo.errors import RequestFailed
 
     served = serve_app(InProcessEngine(errors={2: RequestFailed("The engine fails on this.")}))
@@ -303,6 +311,8 @@ def test_content_in_a_form(serve_app: Any) -> None:
 
 
 def test_models_in_the_form_of_this_api(serve_app: Any) -> None:
+    import anthropic
+
     served = serve_app(served_model_name="small,tiny")
     page = client(served).models.list(limit=1)
     assert [(model.id, model.display_name, model.type) for model in page] == [
