@@ -18,11 +18,11 @@ from octavo.errors import CANCELLATIONS, InvalidParameter
 from octavo.grammar.vocabulary import Vocabulary, pack_tokens
 from octavo.sampling_params import SamplingParams
 from octavo.system.cpus import num_cpus
-from octavo.text import folder_tokenizer, gguf_tokenizer
-from octavo.text.token_bytes import token_bytes_table
-from octavo.text.tokenizer_check import check_folder
-from octavo.text.tokenizer_limits import TextLimits
-from octavo.text.tokenizer_parts import TokenizerParts
+from octavo.text.tokenizers import folder_tokenizer, gguf_tokenizer
+from octavo.text.tokenizers.token_bytes import token_bytes_table
+from octavo.text.tokenizers.tokenizer_check import check_folder
+from octavo.text.tokenizers.tokenizer_limits import TextLimits
+from octavo.text.tokenizers.tokenizer_parts import TokenizerParts
 
 
 def look_up_whole_words(backend: tokenizers.Tokenizer) -> bool:

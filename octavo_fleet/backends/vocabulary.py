@@ -7,9 +7,9 @@ from pathlib import Path
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
-from octavo.text.token_bytes import byte_level_alphabet
 from octavo.text.tokenizer import Tokenizer
-from octavo.text.tokenizer_parts import TokenizerParts
+from octavo.text.tokenizers.token_bytes import byte_level_alphabet
+from octavo.text.tokenizers.tokenizer_parts import TokenizerParts
 from octavo_fleet.backends.toy_models import WORDS
 
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")

@@ -76,7 +76,7 @@ def _save_tokenizer(folder: Path) -> None:
     import tokenizers
     from tokenizers import decoders, models, pre_tokenizers
 
-    from octavo.text.token_bytes import byte_level_alphabet
+    from octavo.text.tokenizers.token_bytes import byte_level_alphabet
     from octavo_fleet.backends.toy_models import WORDS
     from octavo_fleet.backends.vocabulary import SPECIAL
 

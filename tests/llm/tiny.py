@@ -8,7 +8,7 @@ from typing import Any
 
 import tokenizers
 
-from octavo.text.token_bytes import byte_level_alphabet
+from octavo.text.tokenizers.token_bytes import byte_level_alphabet
 
 END = "<|end|>"
 CHAT_TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from octavo.text.gguf_tokenizer import parts_from_metadata
-from octavo.text.sentencepiece_model import CONTROL, NORMAL
-from octavo.text.token_bytes import byte_level_alphabet
 from octavo.text.tokenizer import Tokenizer, load_tokenizer
+from octavo.text.tokenizers.gguf_tokenizer import parts_from_metadata
+from octavo.text.tokenizers.sentencepiece_model import CONTROL, NORMAL
+from octavo.text.tokenizers.token_bytes import byte_level_alphabet
 
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 

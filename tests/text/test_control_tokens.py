@@ -19,7 +19,7 @@ from octavo.text.chat_template import ChatTemplate
 from octavo.text.control_tokens import ControlTokens
 from octavo.text.conversation import ChatPrompt, Conversation
 from octavo.text.tokenizer import Tokenizer
-from octavo.text.tokenizer_parts import TokenizerParts
+from octavo.text.tokenizers.tokenizer_parts import TokenizerParts
 from octavo.text.tool_calls.hermes import HERMES
 
 from .conftest import build, byte_level_metadata

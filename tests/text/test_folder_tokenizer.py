@@ -12,8 +12,8 @@ import tokenizers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors
 
 from octavo.errors import CheckpointError
-from octavo.text.token_bytes import byte_level_alphabet
 from octavo.text.tokenizer import Tokenizer, load_tokenizer
+from octavo.text.tokenizers.token_bytes import byte_level_alphabet
 
 BOS, EOS, TURN = 259, 260, 261
 ADDED = {"content": "<end>", "lstrip": False, "rstrip": False, "single_word": False, "normalized": False}

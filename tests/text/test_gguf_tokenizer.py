@@ -16,9 +16,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from octavo.errors import CheckpointError
-from octavo.text import sentencepiece_model
-from octavo.text.gguf_tokenizer import parts_from_metadata, word_rule
-from octavo.text.sentencepiece_model import BYTE, CONTROL, NORMAL, UNKNOWN, USER_DEFINED
+from octavo.text.tokenizers import sentencepiece_model
+from octavo.text.tokenizers.gguf_tokenizer import parts_from_metadata, word_rule
+from octavo.text.tokenizers.sentencepiece_model import BYTE, CONTROL, NORMAL, UNKNOWN, USER_DEFINED
 
 from .conftest import build, byte_level_metadata
 

@@ -12,8 +12,8 @@ import tokenizers
 from tokenizers import AddedToken, models, normalizers, pre_tokenizers, processors
 
 from octavo.text import tokenizer as tokenizing
-from octavo.text.gguf_tokenizer import WORD_RULES, parts_from_metadata
 from octavo.text.tokenizer import MIN_CHUNK, ParallelTokenizer, Tokenizer, encode_texts
+from octavo.text.tokenizers.gguf_tokenizer import WORD_RULES, parts_from_metadata
 from tests.text.conftest import SPECIAL, byte_level_metadata
 
 WORDS = (*"abthe TM12 \n\t'.,", " the", "  ", "don't ", "и", "中文", "e\u0301", "😀", " naïve ", *SPECIAL)

@@ -8,7 +8,7 @@ import unicodedata
 import pytest
 
 from octavo.errors import CheckpointError
-from octavo.text.gguf_tokenizer import _CASED, WORD_RULES, word_rule
+from octavo.text.tokenizers.gguf_tokenizer import _CASED, WORD_RULES, word_rule
 
 TEXT = "I'll  PAY 1234 for\n\n 5 ABCdef, don't!"
 

@@ -7,7 +7,7 @@ import tokenizers
 from tokenizers import AddedToken, decoders, models
 
 from octavo.errors import CheckpointError
-from octavo.text.token_bytes import byte_level_alphabet, token_bytes_table
+from octavo.text.tokenizers.token_bytes import byte_level_alphabet, token_bytes_table
 
 
 def backend(tokens: list[str], decoder: object) -> tokenizers.Tokenizer:

@@ -14,9 +14,9 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
 from octavo.errors import InvalidParameter
-from octavo.text.token_bytes import byte_level_alphabet
 from octavo.text.tokenizer import Tokenizer, load_tokenizer
-from octavo.text.tokenizer_parts import wrap_with_special_tokens
+from octavo.text.tokenizers.token_bytes import byte_level_alphabet
+from octavo.text.tokenizers.tokenizer_parts import wrap_with_special_tokens
 from tests.gguf_reference import read_once
 from tests.tiers import one_in
 

@@ -17,9 +17,9 @@ from tokenizers import Regex, normalizers, pre_tokenizers
 from octavo.errors import CheckpointError, InvalidParameter
 from octavo.system.child_process import ChildProcess
 from octavo.text import tokenizer as tokenizer_module
-from octavo.text import tokenizer_check, tokenizer_limits
 from octavo.text.tokenizer import Tokenizer
-from octavo.text.tokenizer_limits import TextLimits
+from octavo.text.tokenizers import tokenizer_check, tokenizer_limits
+from octavo.text.tokenizers.tokenizer_limits import TextLimits
 from octavo_fleet.backends.vocabulary import byte_tokenizer
 from tests.text.test_folder_tokenizer import load, write_folder
 

@@ -9,8 +9,8 @@ import pytest
 import tokenizers
 from tokenizers import AddedToken, models, pre_tokenizers
 
-from octavo.text.gguf_tokenizer import parts_from_metadata
 from octavo.text.tokenizer import Tokenizer, look_up_whole_words
+from octavo.text.tokenizers.gguf_tokenizer import parts_from_metadata
 from tests.text.conftest import byte_level_metadata
 
 TEXTS = ["the other 12 thethe  theth\n", "Там 🎲 the <|im_end|>the", "<|im_start|>", "", "ththe 1212"]

@@ -19,7 +19,7 @@ import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
 
 from octavo.errors import CANCELLATIONS, CheckpointError
-from octavo.text.token_bytes import SPACE_MARK
+from octavo.text.tokenizers.token_bytes import SPACE_MARK
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
 """Kinds of pieces, as SentencePiece and GGUF number them."""

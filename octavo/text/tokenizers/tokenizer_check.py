@@ -17,9 +17,9 @@ from octavo.config import cache_dir
 from octavo.errors import CheckpointError
 from octavo.system.child_process import ChildLost, ChildProcess
 from octavo.system.child_worker import RENDERED
-from octavo.text.folder_tokenizer import FILES
+from octavo.text.tokenizers.folder_tokenizer import FILES
 
-WORKER = "octavo.text.tokenizer_worker"
+WORKER = "octavo.text.tokenizers.tokenizer_worker"
 HARMLESS_BYTES = 64 << 10
 """Files of so many bytes together cannot hold enough to take long."""
 LIMITS = {"max_seconds": 30.0, "max_memory": 2 << 30, "max_output": 1 << 10}

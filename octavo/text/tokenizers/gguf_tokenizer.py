@@ -16,8 +16,8 @@ import tokenizers
 from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers
 
 from octavo.errors import CANCELLATIONS, CheckpointError
-from octavo.text.sentencepiece_model import NORMAL, SentencePieceVocab, space_marks, text_decoder
-from octavo.text.tokenizer_parts import TokenizerParts, wrap_with_special_tokens
+from octavo.text.tokenizers.sentencepiece_model import NORMAL, SentencePieceVocab, space_marks, text_decoder
+from octavo.text.tokenizers.tokenizer_parts import TokenizerParts, wrap_with_special_tokens
 from octavo.weights.generation_config import in_vocabulary, token_ids
 from octavo.weights.gguf.gguf_reader import GGUFFile
 

@@ -11,8 +11,8 @@ from pathlib import Path
 
 from octavo.errors import CANCELLATIONS, CheckpointError, InvalidParameter
 from octavo.system.child_worker import FAILED, INVALID, RENDERED, Answer, ChildWorker, described, start
-from octavo.text.folder_tokenizer import read_parts
 from octavo.text.tokenizer import Tokenizer
+from octavo.text.tokenizers.folder_tokenizer import read_parts
 
 TEXTS = ("", "The first text.", *(character * 1000 for character in " a1.\n\u00e9\u4e2d"))
 """What is encoded: a normalizer or a regular expression may be slow with any text."""

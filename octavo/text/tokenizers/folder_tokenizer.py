@@ -15,9 +15,9 @@ import tokenizers
 from tokenizers import AddedToken
 
 from octavo.errors import CANCELLATIONS, CheckpointError
-from octavo.text.sentencepiece_model import SentencePieceModel
-from octavo.text.tokenizer_limits import TextLimits
-from octavo.text.tokenizer_parts import TokenizerParts, wrap_with_special_tokens
+from octavo.text.tokenizers.sentencepiece_model import SentencePieceModel
+from octavo.text.tokenizers.tokenizer_limits import TextLimits
+from octavo.text.tokenizers.tokenizer_parts import TokenizerParts, wrap_with_special_tokens
 from octavo.weights.generation_config import token_ids
 
 MAX_TOKENIZER_BYTES = 256 << 20

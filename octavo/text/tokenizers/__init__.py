@@ -1,0 +1,1 @@
+"""The forms in which tokenizers come, and what is read from them."""
