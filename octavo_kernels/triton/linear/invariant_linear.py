@@ -1,9 +1,11 @@
 """``linear`` whose rows do not depend on the number of rows or on the other rows, to the bit.
 
 A number's sum is taken in one order, fixed by the shape of the weight alone: in how many splits its columns are added
-up, and how many columns at a time. What may vary with the number of rows is who does it: tiles may be larger, and the
-splits of a tile's columns go to several programs or, where there are many tiles, to one that takes them in turn (He et
-al., "Defeating Nondeterminism in LLM Inference", 2025, on why batch size changes bits elsewhere).
+up, and how many columns at a time. What may vary with the number of rows is who does it: tiles may be of any size, and
+the splits of a tile's columns go to several programs or, where there are many tiles, to one that takes them in turn (He
+et al., "Defeating Nondeterminism in LLM Inference", 2025, on why batch size changes bits elsewhere).
+
+Few splits are best: each is a pause of the program that takes them in turn, or sums that are written and read again.
 """
 
 from __future__ import annotations
@@ -18,14 +20,22 @@ from torch import Tensor
 from octavo.ops.linear import Fused
 from octavo_kernels.triton.linear.skinny_gemm import SkinnyConfig, skinny_gemm
 
-CONFIG = SkinnyConfig(block_n=128, block_k=64, warps=8, stages=4, copy_engine=True)
+FEW_ROWS = (16, 32, 64)
+"""Rows of a tile that has all of them."""
+COLUMNS = 64
+"""At a time."""
+FEW_CONFIG = SkinnyConfig(block_n=64, block_k=COLUMNS, warps=4, stages=6, copy_engine=True)
+FEW_GATED_CONFIG = SkinnyConfig(block_n=128, block_k=COLUMNS, warps=4, stages=4, copy_engine=True)
+CONFIG, BLOCK_T = SkinnyConfig(block_n=128, block_k=COLUMNS, warps=8, stages=4, copy_engine=True), 128
+"""For more rows, and the rows of a tile then."""
 FLOAT32_CONFIG = SkinnyConfig(block_n=32, block_k=32, warps=8, stages=3)
-FEW_ROWS, BLOCK_T = 64, 128
-"""Rows of a tile, for so many and for more."""
+OUTPUTS, ENOUGH_PROGRAMS = 64, 96
+"""Outputs of a tile of few rows, and how many programs read a weight about as fast as any number: this affects the
+order of sums, so it does not depend on the device that is there."""
+MAX_SPLITS, LEAST_COLUMNS = 8, 256
+"""Splits of a product, and columns of one of them unless it is the only one."""
 MULTIPROCESSORS = 132
-"""Among which few rows are divided, as an H100 has them: this affects the order of sums, so that it does not depend on
-the device that is there."""
-MAX_SPLITS = 8
+"""Of an H100: programs at a time."""
 MOST_BYTES = 160 << 20
 """Of sums of splits that go to several programs, which the plan of memory does not know."""
 RAMP, ENOUGH = 4, 1.1
@@ -50,22 +60,24 @@ def invariant_linear(x_TK: Tensor, weight_NK: Tensor, fused: Fused) -> Tensor:
 
 
 def invariant_tiles(T: int, num_outputs: int, K: int, dtype: torch.dtype, is_gated: bool) -> InvariantTiles:
-    """For any number of rows; the order of sums depends on the other arguments alone."""
-    config = FLOAT32_CONFIG if dtype == torch.float32 else CONFIG
-    chunks, at_once = triton.cdiv(K, config.block_k), (1 if is_gated else 2) * MULTIPROCESSORS
-    few = triton.cdiv(num_outputs, config.block_n)
-    splits = min(range(1, MAX_SPLITS + 1), key=lambda s: _time_apart(few, chunks, s, at_once))
-    config, block_t = replace(config, splits=splits), FEW_ROWS
-    if T > FEW_ROWS and dtype != torch.float32:
-        # Sums that a program adds to others take registers once more: so gates and ups are fewer then.
-        config, block_t = replace(config, block_n=64 if is_gated and splits > 1 else config.block_n), BLOCK_T
+    """For any number of rows; how many splits there are depends on the other arguments alone."""
+    enough = triton.cdiv(ENOUGH_PROGRAMS, triton.cdiv(num_outputs, OUTPUTS))
+    splits = max(1, min(enough, MAX_SPLITS, K // LEAST_COLUMNS))
+    config, block_t = _tile(T, dtype, is_gated)
     tiles = triton.cdiv(num_outputs, config.block_n) * triton.cdiv(T, block_t)
-    in_turn = triton.cdiv(tiles, at_once) * (chunks + RAMP * splits)
-    apart, sums = _time_apart(tiles, chunks, splits, at_once), tiles * splits * config.block_n * block_t
-    sum_bytes = 4 * (2 if is_gated else 1) * sums
-    return InvariantTiles(config, block_t, splits > 1 and (sum_bytes > MOST_BYTES or in_turn <= ENOUGH * apart))
+    chunks = triton.cdiv(K, config.block_k)
+    in_turn = triton.cdiv(tiles, MULTIPROCESSORS) * (chunks + RAMP * splits)
+    apart = triton.cdiv(tiles * splits, MULTIPROCESSORS) * (triton.cdiv(chunks, splits) + RAMP)
+    sum_bytes = 4 * (2 if is_gated else 1) * tiles * splits * config.block_n * block_t
+    takes_turns = splits > 1 and (sum_bytes > MOST_BYTES or in_turn <= ENOUGH * apart)
+    return InvariantTiles(replace(config, splits=splits), block_t, takes_turns)
 
 
-def _time_apart(tiles: int, chunks: int, splits: int, at_once: int) -> int:
-    """The time in which so many programs at once do the splits of these tiles, in that of a chunk of columns."""
-    return int(triton.cdiv(tiles * splits, at_once) * (triton.cdiv(chunks, splits) + RAMP))
+def _tile(T: int, dtype: torch.dtype, is_gated: bool) -> tuple[SkinnyConfig, int]:
+    """The tiling for T rows, and the rows of a tile."""
+    if dtype == torch.float32:
+        return FLOAT32_CONFIG, FEW_ROWS[-1]
+    for block_t in FEW_ROWS:
+        if block_t >= T:
+            return FEW_GATED_CONFIG if is_gated else FEW_CONFIG, block_t
+    return CONFIG, BLOCK_T

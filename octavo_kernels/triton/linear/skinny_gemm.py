@@ -22,11 +22,20 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from octavo.ops.linear import Fused
-from octavo_kernels.triton.launch import counters, launch, prefetch_lines, start_successor, wait_for_predecessor
+from octavo_kernels.triton.launch import (
+    counters,
+    launch,
+    prefetch_lines,
+    shared_bytes,
+    start_successor,
+    wait_for_predecessor,
+)
 from octavo_kernels.triton.linear.tile_epilogue import add_splits, finish, residual_tile, store_split
 
 MAX_TILES = 1 << 16
 """Tiles of a product whose sums are split; each has a counter."""
+SHARED_BY_COMPILER = 1024
+"""Bytes of shared memory that the compiler may take for itself."""
 COPY_ENGINE_BYTES = 16
 """What addresses and rows of the tensor memory accelerator must be multiples of."""
 GROUP = 8
@@ -43,7 +52,7 @@ class SkinnyConfig:
     """Columns at a time, a power of two from 16 on."""
     warps: int
     stages: int
-    """Chunks of columns in shared memory at once."""
+    """Chunks of columns in shared memory at once, if there is room."""
     splits: int = 1
     """Programs that share the columns of a tile."""
     copy_engine: bool = False
@@ -250,6 +259,8 @@ def skinny_gemm(
     is_split = config.splits > 1 and not splits_in_turn
     assert tiles <= MAX_TILES or not is_split, f"{tiles} tiles are more than {MAX_TILES}"
     copy_engine = config.copy_engine and suits_copy_engine(x_TK, weight_NK)
+    chunk = ((1 if activation is None else 2) * config.block_n + block_t) * config.block_k * x_TK.element_size()
+    stages = max(1, min(config.stages, (shared_bytes(x_TK.device) - SHARED_BY_COMPILER) // chunk))
     values = ((1 if activation is None else 2) * config.block_n + 1) * block_t
     launch(
         skinny_kernel, (tiles, config.splits if is_split else 1), x_TK,
@@ -260,7 +271,7 @@ def skinny_gemm(
         x_TK.new_empty(tiles * config.splits * values, dtype=torch.float32) if is_split else None,
         counters(x_TK.device, MAX_TILES) if is_split else None, *(eps, T, outputs, K, int(config.release == "late")),
         BLOCK_T=block_t, BLOCK_N=config.block_n, BLOCK_K=config.block_k, SPLITS=config.splits,
-        SPLITS_IN_TURN=splits_in_turn, ACTIVATION=activation, EVEN_K=K % config.block_k == 0, STAGES=config.stages,
+        SPLITS_IN_TURN=splits_in_turn, ACTIVATION=activation, EVEN_K=K % config.block_k == 0, STAGES=stages,
         GROUP=GROUP, PREFETCH=config.prefetch, num_warps=config.warps,
     )  # fmt: skip
     return out_TN

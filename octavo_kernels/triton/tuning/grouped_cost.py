@@ -18,8 +18,8 @@ from octavo.ops.grouped_linear import BITS, WORDS, chunk_of
 from octavo_kernels.triton.grouped.grouped_gemm import GroupedGemmConfig
 from octavo_kernels.triton.grouped.grouped_gemv import MAX_ROWS, GroupedGemvConfig
 from octavo_kernels.triton.grouped.grouped_product import GroupedProduct
-from octavo_kernels.triton.linear.skinny_gemm import MAX_TILES
-from octavo_kernels.triton.tuning.linear_cost import MOST_SUMS, SHARED_BY_COMPILER, ColumnLoop, Gpu, loop_microseconds
+from octavo_kernels.triton.linear.skinny_gemm import MAX_TILES, SHARED_BY_COMPILER
+from octavo_kernels.triton.tuning.linear_cost import MOST_SUMS, ColumnLoop, Gpu, loop_microseconds
 
 MOST_SHARED = 100_000
 """Bytes of shared memory of a program for few rows: a multiprocessor should have two."""

@@ -18,7 +18,7 @@ from triton.runtime import driver
 
 from octavo_kernels.triton.launch import HOPPER, num_multiprocessors, shared_bytes
 from octavo_kernels.triton.linear.gemv import GemvConfig
-from octavo_kernels.triton.linear.skinny_gemm import MAX_TILES, SkinnyConfig
+from octavo_kernels.triton.linear.skinny_gemm import MAX_TILES, SHARED_BY_COMPILER, SkinnyConfig
 
 REGISTERS = 65536
 """Of a multiprocessor; of 32 bits."""
@@ -30,8 +30,6 @@ OTHER_REGISTERS = 48
 """Registers of a thread that do not hold sums."""
 LONG_ROW = 8192
 """From so many columns on, a GEMV's tile of few long rows is faster than one of many short ones."""
-SHARED_BY_COMPILER = 1024
-"""Bytes of shared memory that the compiler may take for itself."""
 MOST_SPLITS = 16
 DEEP = 384
 """Columns in flight from which it pays to prefetch some."""

@@ -168,8 +168,7 @@ def test_invariant_rows_have_the_same_bits_in_any_company(
     device: str, parts: dict[str, Any], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also where the splits of a tile go from several programs to one, for there are enough tiles."""
-    monkeypatch.setattr(invariant_linear, "MULTIPROCESSORS", 4)
-    monkeypatch.setattr(invariant_linear, "ENOUGH", 2)
+    monkeypatch.setattr(invariant_linear, "MOST_BYTES", 1 << 18)
     case = Case.random(device, 200, 150, 1024, dtype, **parts)
     if dtype == torch.bfloat16:
         is_gated = parts.get("activation") is not None
