@@ -41,7 +41,7 @@ SIZES = {
         (NUM_LAYERS, "num_hidden_layers n_layer n_layers decoder_layers"),
         (NUM_LAYERS // 2, "num_layers"),
         (2, "depth num_kv_shared_layers encoder_layers num_key_value_heads num_experts_per_tok"),
-        (2, "num_experts_per_token moe_topk zero_expert_num moe_k layer_group_size"),
+        (2, "num_experts_per_token moe_topk zero_expert_num moe_k layer_group_size o_groups"),
         (4, "mm_tokens_per_image"),
         (4, "num_attention_heads num_heads n_head n_heads decoder_attention_heads encoder_attention_heads"),
         (4, "num_experts num_local_experts n_routed_experts moe_num_experts mamba_n_heads"),
@@ -94,7 +94,8 @@ def tiny_config(kind: str, config_class: Any = None, **changes: Any) -> Any:
     if text.get("is_decoder") is False:  # without it, classes that began as encoders see later tokens
         text["is_decoder"] = True
     rope = text.get("rope_parameters")
-    if isinstance(rope, dict) and SIZES["head_dim"] * rope.get("partial_rotary_factor", 1.0) % 2:
+    rotated = text.get("partial_rotary_factor") or 1.0
+    if isinstance(rope, dict) and SIZES["head_dim"] * rope.get("partial_rotary_factor", rotated) % 2:
         text.update({"head_dim": 16} if "head_dim" in text else {"hidden_size": 64})
     text.update(changes)
     config = config_class(**values)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-from collections.abc import Iterable
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 
 import torch
@@ -59,8 +59,10 @@ def _share_cores(count: int) -> None:
     backend_of(CPU).set_num_threads(count)
 
 
-def resolve_kv_dtype(name: str, form: WeightFormat, cache: Iterable[LayerCacheSpec]) -> torch.dtype:
+def resolve_kv_dtype(name: str, form: WeightFormat, cache: Sequence[LayerCacheSpec]) -> torch.dtype:
     """The data type of cached keys and values; "auto" follows the weights. Raises ``ConfigError``."""
+    if name in (*PACKED, "fp8") and any(spec.beside is not None for spec in cache):
+        raise ConfigError(f"kv_cache_dtype: {name} is not for the compressed entries of this model; leave it out")
     if name in PACKED and form.device.type != CPU:
         for spec in cache:
             if spec.kind == "latent":

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from octavo import ops
@@ -57,11 +58,15 @@ class ExpertRouter:
         """Keep there what it selects, as the router of this layer, and take what is given there."""
         self.reports = Reports(routes, layer)
 
-    def __call__(self, x_TD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def __call__(self, x_TD: Tensor, fixed_TS: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+        """``fixed``: the experts that rows have whatever their scores are, unless others are given."""
         if self.reports is None:
-            return self.select(x_TD)
+            return self.select(x_TD, fixed_TS)
         routes, layer = self.reports
-        found = self.select(x_TD, None if routes.given_LTS is None else routes.given_LTS[layer])
+        given_TS = fixed_TS if routes.given_LTS is None else routes.given_LTS[layer]
+        if given_TS is not None and fixed_TS is not None:
+            given_TS = torch.where(given_TS[:, :1] < 0, fixed_TS, given_TS)
+        found = self.select(x_TD, given_TS)
         if routes.kept is not None:
             routes.kept[layer] = found[1].clone()  # which no recorded step repeats: each must keep its own
         return found
@@ -109,9 +114,9 @@ class MoE:
     collective: Collective = SINGLE_RANK
     after: Callable[[Tensor, Tensor], Tensor] | None = None
 
-    def __call__(self, x_TD: Tensor) -> Tensor:
-        """The next residual stream; ``x`` may be overwritten."""
-        h_TD, ids_TS, shares_TS = self.router(x_TD)
+    def __call__(self, x_TD: Tensor, fixed_TS: Tensor | None = None) -> Tensor:
+        """The next residual stream; ``x`` may be overwritten. ``fixed``: see ``ExpertRouter``."""
+        h_TD, ids_TS, shares_TS = self.router(x_TD, fixed_TS)
         if self.after is not None:
             return self.after(self.collective.all_reduce(self._sum(h_TD, ids_TS, shares_TS, None)), x_TD)
         own_TD = x_TD if self.collective.size == 1 else None  # of several ranks, the sum over them takes it along

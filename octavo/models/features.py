@@ -72,6 +72,13 @@ OWN_KEYS: dict[str, dict[str, Any]] = {
     },
     "Step3p5ForCausalLM": {"num_hidden_layers": 2, "layer_types": [SLIDING, FULL], "moe_layers_enum": "1"},
     "BailingHybridForCausalLM": {"num_hidden_layers": 2, "layer_types": [LINEAR, FULL], "first_k_dense_replace": 1},
+    "DeepseekV4ForCausalLM": {
+        **dict.fromkeys(("head_dim", "o_lora_rank", "index_head_dim"), 16),
+        **dict.fromkeys(("o_groups", "index_n_heads", "num_hidden_layers"), 2),
+        "index_topk": 4,
+        "layer_types": ["compressed_sparse_attention", "heavily_compressed_attention"],
+        "compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 8},
+    },
     "GPTJForCausalLM": {"rotary_dim": 8},
     "GPTNeoForCausalLM": {"num_layers": 2, "num_heads": 4},
     "LongcatFlashForCausalLM": {"num_layers": 2, "zero_expert_num": 2},

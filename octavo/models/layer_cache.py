@@ -75,19 +75,27 @@ class LayerCacheSpec:
     """The experts that the routers of all layers select at each position, if this layer's blocks have them."""
     index_dim: int = 0
     """Width of the key of an indexer that is cached besides; 0: none."""
+    beside: int | None = None
+    """The layer that caches this besides its own: such entries are behind those of all layers."""
+    rate: int = 1
+    """Positions of which there is one entry, in the block of the last of them."""
 
     @property
     def num_tensors(self) -> int:
         """Number of tensors ``[num_kv_heads, head_dim]`` per position."""
         return {"attention": 2, "latent": 1, "state": 0}[self.kind]
 
-    def bytes_per_token(self, dtype: torch.dtype) -> int:
-        """Bytes that one position takes in this layer."""
+    def num_slots(self, block_size: int) -> int:
+        """Entries of a block of so many positions: where groups end in it, however it lies."""
+        return -(-block_size // self.rate)
+
+    def bytes_per_block(self, dtype: torch.dtype, block_size: int) -> int:
+        """Bytes that a block of so many positions takes in this layer."""
         if self.shared_with is not None:
             return 0
-        num_bytes = self.num_tensors * self.num_kv_heads * row_bytes(dtype, self.head_dim)
-        num_bytes += row_bytes(dtype, self.index_dim) if self.index_dim else 0
-        return num_bytes if self.routes is None else num_bytes + self.routes.num_bytes
+        num_bytes = self.num_tensors * self.num_kv_heads * row_bytes(dtype, self.head_dim) * self.num_slots(block_size)
+        num_bytes += row_bytes(dtype, self.index_dim) * block_size if self.index_dim else 0
+        return num_bytes if self.routes is None else num_bytes + self.routes.num_bytes * block_size
 
 
 @dataclass(frozen=True)
@@ -177,9 +185,9 @@ class KVGroup:
         """Those of these layers, counted from the first of them."""
         return replace(self, layers=tuple(layer - own.start for layer in self.layers if layer in own))
 
-    def bytes_per_token(self, specs: Sequence[LayerCacheSpec], dtype: torch.dtype) -> int:
-        """Bytes that one position takes in all layers of the group."""
-        return sum(specs[layer].bytes_per_token(dtype) for layer in self.layers)
+    def bytes_per_block(self, specs: Sequence[LayerCacheSpec], dtype: torch.dtype, block_size: int) -> int:
+        """Bytes that a block of so many positions takes in all layers of the group."""
+        return sum(specs[layer].bytes_per_block(dtype, block_size) for layer in self.layers)
 
 
 def kv_groups(specs: Sequence[LayerCacheSpec], max_window: int = 0) -> list[KVGroup]:

@@ -32,7 +32,7 @@ from octavo.ops.collective import SINGLE_RANK, Collective
 from octavo.quant.methods import read_method
 from octavo.quant.stored.shard import Shard
 from octavo.quant.stored.stored_weight import WeightFormat
-from octavo.quant.tensors import TensorSource
+from octavo.quant.tensors import Renamed, TensorSource
 
 
 class CausalLM(Protocol):
@@ -62,11 +62,11 @@ class ModelFamily(Protocol):
 
 
 FAMILIES = (
-    "afmoe apertus arcee bitnet cohere deepseek deepseek_sparse ernie exaone falcon_h1 gemma2 gemma3 gemma3n gemma4 "
-    "glm4 glm_moe gpt_oss granite granite_hybrid hunyuan jamba kimi_linear kolibri lfm2 ling llama llama4 longcat "
-    "mamba mimo minicpm minimax minimax_m3 ministral3 mistral mistral4 mixtral nemotron_h older olmo olmo2 "
-    "olmo_hybrid own_code phi3 phimoe qwen2 qwen3 qwen3_5 qwen3_next qwen4 qwen_moe seed_oss smollm3 step3 zamba2 "
-    "zaya"
+    "afmoe apertus arcee bitnet cohere deepseek deepseek_sparse deepseek_v4 ernie exaone falcon_h1 gemma2 gemma3 "
+    "gemma3n gemma4 glm4 glm_moe gpt_oss granite granite_hybrid hunyuan jamba kimi_linear kolibri lfm2 ling llama "
+    "llama4 longcat mamba mimo minicpm minimax minimax_m3 ministral3 mistral mistral4 mixtral nemotron_h older "
+    "olmo olmo2 olmo_hybrid own_code phi3 phimoe qwen2 qwen3 qwen3_5 qwen3_next qwen4 qwen_moe seed_oss smollm3 "
+    "step3 zamba2 zaya"
 )
 """Files of this folder: their classes have the names of architectures."""
 OTHER_NAMES = {
@@ -194,6 +194,9 @@ def load_model(
     """
     make_linear = Linear if adapter_rows is None else adapter_rows.make_linear
     shard = Shard(collective.rank, collective.size)
+    family = _family(config.architecture)
+    if (own_name := getattr(family, "own_name", None)) is not None:
+        source = Renamed(source, {own_name(name): name for name in source.names()})
     part = TextPart(source, None if config.has_head else _root(config))
     weights = WeightLoader(
         part,
@@ -205,7 +208,7 @@ def load_model(
         aliases=part.aliases,
         kept=kept,
     )
-    model = _family(config.architecture)(config, weights)
+    model = family(config, weights)
     for prefix in mtp_prefixes(weights.tensors.names, config.num_layers):
         weights.tensors.leave_out(prefix)  # drafters load them
     labels = (

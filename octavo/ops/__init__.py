@@ -24,6 +24,7 @@ from octavo.ops.attention import (
 from octavo.ops.block_choice import choose_blocks
 from octavo.ops.block_linear import block_embedding, block_linear
 from octavo.ops.causal_conv import causal_conv
+from octavo.ops.compressed_attention import choose_entries, compress, compressed_attention, turn_tails
 from octavo.ops.drafting import accept_by_chance, accept_drafts, draft_rows, drafts_behind, keep_draft, newest_tokens
 from octavo.ops.embedding import embedding, local_vocab_ids, mask_remote_rows
 from octavo.ops.gated_conv import gated_conv
@@ -31,6 +32,7 @@ from octavo.ops.gated_delta import gated_delta
 from octavo.ops.gated_norm import gated_norm
 from octavo.ops.grouped_linear import grouped_linear, grouped_output_mlp
 from octavo.ops.head_blocks import choose_head_blocks
+from octavo.ops.hyper_connections import enter_streams, last_streams, leave_streams
 from octavo.ops.latent_attention import latent_attention, store_latents
 from octavo.ops.linear import concat, head_linear, linear, lora, put_columns, stacked_lora
 from octavo.ops.linear_attention import linear_attention

@@ -67,6 +67,8 @@ class LayerCache(NamedTuple):
     """The ranks that divide each context; ``None``: the cache holds all of it. See ``partial_attention``."""
     index: Tensor | None = None
     """Keys of an indexer that chooses what is attended to, as those of one head (``ops.choose_keys``)."""
+    beside: tuple[LayerCache, ...] = ()
+    """What the layer caches besides, each in its own KV group."""
 
 
 class GroupRows(NamedTuple):

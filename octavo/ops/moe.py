@@ -10,7 +10,7 @@ from torch import Tensor
 
 from octavo.ops.activation import clamped_swish, squared_relu
 from octavo.ops.dispatch import op, op_of_ids
-from octavo.ops.elementwise import sigmoid
+from octavo.ops.elementwise import sigmoid, softplus
 from octavo.ops.grouped_linear import TILE, PackedGroups
 from octavo.ops.linear import Activation, Fused, linear
 from octavo.ops.norms import rms_norm
@@ -23,6 +23,10 @@ SMALLEST_SUM = 1e-20
 """Added to sums of shares that are divided by."""
 
 
+Scoring = Literal["softmax", "sigmoid", "sqrtsoftplus"]
+"""The last: square roots of softplus (DeepSeek-V4)."""
+
+
 class Routing(NamedTuple):
     """How experts are selected from a token's logits, for all families of models."""
 
@@ -30,7 +34,7 @@ class Routing(NamedTuple):
     normalises: bool = False
     """Whether the shares of a token are divided by their sum. With softmax they are then the softmax over the selected
     logits alone."""
-    scoring: Literal["softmax", "sigmoid"] = "softmax"
+    scoring: Scoring = "softmax"
     """How scores are computed from logits; the shares are scores of the selected experts."""
     scale: float = 1.0
     """Shares are multiplied by it at last."""
@@ -63,7 +67,7 @@ def route(
     logits_TX = linear(normed_TD.float(), weight_XD)
     if routing.bias_X is not None:
         logits_TX = logits_TX + routing.bias_X
-    scores_TX = logits_TX.softmax(dim=-1) if routing.scoring == "softmax" else sigmoid(logits_TX)
+    scores_TX = _scores(logits_TX, routing.scoring)
     worth_TX = logits_TX
     if routing.correction_X is not None:
         worth_TX = (logits_TX if routing.corrects_logits else scores_TX) + routing.correction_X
@@ -76,6 +80,12 @@ def route(
     if routing.normalises:
         shares_TS = shares_TS / (shares_TS.sum(dim=-1, keepdim=True) + SMALLEST_SUM)
     return normed_TD, ids_TS, shares_TS * routing.scale
+
+
+def _scores(logits_TX: Tensor, scoring: Scoring) -> Tensor:
+    if scoring == "softmax":
+        return logits_TX.softmax(dim=-1)
+    return sigmoid(logits_TX) if scoring == "sigmoid" else softplus(logits_TX).sqrt()
 
 
 @op_of_ids
@@ -124,14 +134,17 @@ class ClampedSwish(NamedTuple):
 
 
 class CappedSwish(NamedTuple):
-    """The gate of Step 3.5: ``min(silu(gate), limit) * up``, ups within ``limit`` of zero."""
+    """The gate of Step 3.5: ``min(silu(gate), limit) * up``, ups within ``limit`` of zero; that of DeepSeek-V4 has a
+    cap of its own: ``silu(limit)``, which gates of at most ``limit`` have at most."""
 
     limit: float
+    cap: float | None = None
+    """Of ``silu(gate)``, if not the limit."""
 
     def __call__(self, gate_up: Tensor) -> Tensor:
         wide = gate_up.to(torch.promote_types(gate_up.dtype, torch.float32))
         gate, up = wide.chunk(2, dim=-1)
-        capped = (gate * sigmoid(gate)).clamp(max=self.limit)
+        capped = (gate * sigmoid(gate)).clamp(max=self.limit if self.cap is None else self.cap)
         return (capped * up.clamp(-self.limit, self.limit)).to(gate_up.dtype)
 
 

@@ -53,7 +53,7 @@ class StateMemory(NamedTuple):
         which a rank has one of ``num_parts``."""
         dtype, state_dtype, kv_dtype = dtypes
         per_slot = max(state_bytes(own, dtype, state_dtype) for own in stages)
-        per_token = max(sum(spec.bytes_per_token(kv_dtype) for spec in own) for own in stages)
+        per_token = max(sum(spec.bytes_per_block(kv_dtype, 1) for spec in own) for own in stages)
         every = -(-per_slot * num_parts // per_token) if per_token else STATELESS_EVERY
         return cls(per_slot, max_num_seqs * (1 + flags[0]) if per_slot else 0, every, flags)
 
@@ -95,7 +95,7 @@ class GroupMemory(NamedTuple):
         step_blocks = -(-max_step_tokens // block_size)
         return cls(
             block_size,
-            [max(group.bytes_per_token(own, dtype) for own in stages) * block_size // num_parts for group in groups],
+            [max(group.bytes_per_block(own, dtype, block_size) for own in stages) // num_parts for group in groups],
             [group.window + max_step_tokens + block_size if group.window else 0 for group in groups],
             [2 * (max_num_seqs * (-(-group.window // block_size) + 1) + step_blocks) for group in groups],
         )

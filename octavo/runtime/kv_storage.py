@@ -1,8 +1,8 @@
 """The tensors that hold keys and values, and recurrent states. The owners of blocks and slots are tracked in
 ``octavo.cache``, not here.
 
-Shapes: L layers, P tensors of a layer (2: keys and values; 1: latents), N blocks, K kv heads, S slots of a block, H
-head dim, or the length of a row of ``ops.cache_rows``.
+Shapes: L layers, P tensors of a layer (2: keys and values; 1: latents), N blocks, K kv heads, S slots of a block, or
+as many as it has entries of several positions, H head dim, or the length of a row of ``ops.cache_rows``.
 """
 
 from __future__ import annotations
@@ -32,15 +32,20 @@ class StatePool(NamedTuple):
 ONE_STATE = StatePool()
 
 
-def alike(specs: Sequence[LayerCacheSpec], group: KVGroup) -> list[tuple[tuple[bool, int, int, int], list[int]]]:
-    """Layers of a group that cache tensors alike, by whether these are of an indexer, by P, K and H; these last."""
-    found: dict[tuple[bool, int, int, int], list[int]] = {}
+Alike = tuple[bool, int, int, int, int]
+
+
+def alike(specs: Sequence[LayerCacheSpec], group: KVGroup, num_slots: int) -> list[tuple[Alike, list[int]]]:
+    """Layers of a group that cache tensors alike, by whether these are of an indexer, by P, K, S and H; these last.
+    Blocks have ``num_slots`` positions."""
+    found: dict[Alike, list[int]] = {}
     for i in group.layers:
         spec = specs[i]
         if spec.shared_with is None:
-            found.setdefault((False, spec.num_tensors, spec.num_kv_heads, spec.head_dim), []).append(i)
+            kind = spec.num_tensors, spec.num_kv_heads, spec.num_slots(num_slots), spec.head_dim
+            found.setdefault((False, *kind), []).append(i)
         if spec.index_dim:
-            found.setdefault((True, 1, 1, spec.index_dim), []).append(i)
+            found.setdefault((True, 1, 1, num_slots, spec.index_dim), []).append(i)
     return sorted(found.items(), key=lambda item: item[0][0])
 
 
@@ -49,8 +54,8 @@ class KVStorage:
 
     Layers with recurrent state hold views ``[slots, ...]`` of ``state_pools``, alone or besides.
 
-    ``pools[g]`` has one tensor ``[L, P, N, K, S, H]`` for each set of layers of group g with equal P, K and H, and for
-    the keys of their indexers. The
+    ``pools[g]`` has one tensor ``[L, P, N, K, S, H]`` for each set of layers of group g with equal P, K, S and H, and
+    for the keys of their indexers. The
     memory is not initialised: nothing may be read before it is written.
     """
 
@@ -87,9 +92,9 @@ class KVStorage:
         caches: dict[int, LayerCache] = {}
         for index, (group, count) in enumerate(zip(groups, num_blocks, strict=True)):
             pool = []
-            for (is_index, P, K, H), layers in alike(specs, group):
-                width = row_length(stored, H)
-                pool.append(torch.empty(len(layers), P, count, K, num_slots, width, dtype=stored, device=device))
+            for (is_index, P, K, S, H), layers in alike(specs, group, num_slots):
+                shape = len(layers), P, count, K, S, row_length(stored, H)
+                pool.append(torch.empty(shape, dtype=stored, device=device))
                 for i, part in zip(layers, pool[-1], strict=True):
                     if is_index:
                         caches[i] = caches[i]._replace(index=part[0])
@@ -107,7 +112,7 @@ class KVStorage:
         nothing = torch.empty(0, dtype=stored, device=device)
         for i, own in self._allocate_states(specs, states).items():
             caches[i] = caches.get(i, LayerCache(nothing, nothing))._replace(states=own)
-        every = [caches[i if spec.shared_with is None else spec.shared_with] for i, spec in enumerate(specs)]
+        every = _of_layers(specs, caches)
         self.layers = every[: len(every) - num_draft_layers]
         self.draft_layers = every[len(self.layers) :]
         for cache in self.draft_layers:  # a drafter that rested reads what it has not written
@@ -172,10 +177,21 @@ class KVStorage:
                 return
             source, target = source % count, target % count
         num_tokens = num_tokens if self.context is None else self.context.part.count(num_tokens)
-        for pool_LPNKSH in self.pools[group]:
+        for pool_LPNKSH in self.pools[group]:  # of entries of several positions, those that are not whole are unused
             pool_LPNKSH[:, :, target, :, :num_tokens] = pool_LPNKSH[:, :, source, :, :num_tokens]
 
     def copy_state(self, source: int, target: int) -> None:
         """Copy the recurrent state in slot ``source``, in all layers, to ``target``."""
         for pool in self.state_pools:
             pool[:, target] = pool[:, source]
+
+
+def _of_layers(specs: Sequence[LayerCacheSpec], caches: Mapping[int, LayerCache]) -> list[LayerCache]:
+    """The cache of each layer, with what it caches besides."""
+    whole = dict(caches)
+    for i, spec in enumerate(specs):
+        if spec.beside is not None:
+            own = whole[spec.beside]
+            whole[spec.beside] = own._replace(beside=(*own.beside, caches[i]))
+    every = [i if spec.shared_with is None else spec.shared_with for i, spec in enumerate(specs) if spec.beside is None]
+    return [whole[i] for i in every]

@@ -24,7 +24,8 @@ def activation_of(activation: ExpertActivation | None) -> dict[str, Any]:
     if isinstance(activation, ClampedSwish):
         return {"ACTIVATION": "clamped_swish", "ALPHA": activation.alpha, "LIMIT": activation.limit}
     if isinstance(activation, CappedSwish):
-        return {"ACTIVATION": "capped_swish", "ALPHA": 0.0, "LIMIT": activation.limit}
+        cap = activation.limit if activation.cap is None else activation.cap
+        return {"ACTIVATION": "capped_swish", "ALPHA": cap, "LIMIT": activation.limit}
     name = "squared_relu" if isinstance(activation, SquaredReLU) else activation
     return {"ACTIVATION": name, "ALPHA": 0.0, "LIMIT": 0.0}
 
@@ -45,7 +46,7 @@ def gated(
         share = tl.sigmoid(ALPHA * gate)
     elif ACTIVATION == "capped_swish":
         gate = gate * tl.sigmoid(gate)
-        gate = tl.where(gate > LIMIT, LIMIT, gate)
+        gate = tl.where(gate > ALPHA, ALPHA, gate)
         share = 1.0
     elif ACTIVATION == "silu":
         share = tl.sigmoid(gate)

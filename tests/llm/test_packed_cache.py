@@ -83,3 +83,7 @@ def test_names_and_what_is_refused() -> None:
         resolve_kv_dtype("int4", on_gpu, [narrow])
     with pytest.raises(ConfigError, match="kv_cache_dtype: int8 is for keys and values on a GPU, not for latents"):
         resolve_kv_dtype("int8", on_gpu, [narrow, latent])
+    entries = LayerCacheSpec(1, 64, kind="latent", beside=0, rate=4)
+    for name in ("int8", "int4", "fp8"):
+        with pytest.raises(ConfigError, match=f"kv_cache_dtype: {name} is not for the compressed entries"):
+            resolve_kv_dtype(name, on_cpu, [latent, entries])

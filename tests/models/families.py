@@ -139,6 +139,23 @@ QWEN4 = {
     "indexer_compress_ratio": 4,
 }
 ZAYA = {"head_dim": 16, "moe_intermediate_size": 24, "num_experts": 4, "router_hidden_size": 12}
+DEEPSEEK_V4 = {
+    "num_key_value_heads": 1,
+    "n_routed_experts": 6,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 24,
+    "num_hidden_layers": 4,
+    "head_dim": 16,
+    "partial_rotary_factor": 0.5,
+    "q_lora_rank": 24,
+    "o_groups": 4,
+    "o_lora_rank": 12,
+    "index_n_heads": 12,
+    "index_head_dim": 8,
+    "index_topk": 6,
+    "sliding_window": 9,
+}
+V4_KINDS = ("sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention")
 GPT2 = {"n_positions": MAX_LEN, "n_embd": 32, "n_layer": 2, "n_head": 4}
 
 ROWS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -492,6 +509,31 @@ ROWS: dict[str, tuple[str, dict[str, Any]]] = {
             "output_gate_type": "sigmoid",
         },
     ),
+    "deepseek_v4/three_kinds": (
+        "deepseek_v4",
+        {
+            **DEEPSEEK_V4,
+            "layer_types": [*V4_KINDS, V4_KINDS[1]],
+            "compress_rates": {V4_KINDS[1]: 4, V4_KINDS[2]: 12},
+            "mlp_layer_types": ["hash_moe", "moe", "hash_moe", "moe"],
+        },
+    ),
+    "deepseek_v4/odd_groups": (
+        "deepseek_v4",
+        {
+            **DEEPSEEK_V4,
+            **rope("yarn", factor=4.0, original_max_position_embeddings=100),
+            "num_hidden_layers": 3,
+            "layer_types": [V4_KINDS[2], V4_KINDS[1], V4_KINDS[0]],
+            "compress_rates": {V4_KINDS[1]: 5, V4_KINDS[2]: 21},
+            "mlp_layer_types": ["moe", "moe", "hash_moe"],
+            "sliding_window": 26,
+            "hc_mult": 3,
+            "hc_sinkhorn_iters": 2,
+            "o_groups": 2,
+            "swiglu_limit": 0.4,
+        },
+    ),
     "gpt2/small": ("gpt2", GPT2),
     "gpt2/scaled_by_layer": ("gpt2", {**GPT2, "n_inner": 40, "scale_attn_by_inverse_layer_idx": True}),
     "gpt2/unscaled_untied": (
@@ -547,6 +589,8 @@ RANDOM = (
     "_bias",
     "_scale",
     ".temp",
+    "hc.base",
+    "hc_base",
 )
 """Parameters that begin as all ones or zeros, where mistakes would not show."""
 
@@ -580,5 +624,7 @@ def make_checkpoint(folder: Path, row: str, auto_class: Any = AutoModelForCausal
         for name, buffer in model.named_buffers():
             if name.endswith(("e_score_correction_bias", "expert_bias")):
                 buffer.add_(torch.randn_like(buffer) * 0.3)
+            if name.endswith("tid2eid"):  # the experts of each token
+                buffer.copy_(torch.rand(len(buffer), config.n_routed_experts).argsort()[:, : buffer.shape[1]])
     model.eval().save_pretrained(folder)
     return model

@@ -83,6 +83,6 @@ def test_attention_is_as_near_as_the_bits_allow(dtype: torch.dtype, bound: float
 def test_bytes_are_those_of_the_tensors() -> None:
     specs = [LayerCacheSpec(3, 64), LayerCacheSpec(1, 80), LayerCacheSpec(1, 576, kind="latent")]
     for dtype, each in ((torch.int8, [2 * 3 * 68, 2 * 84, 580]), (INT4, [2 * 3 * 40, 2 * 52, 360])):
-        assert [spec.bytes_per_token(dtype) for spec in specs] == each
+        assert [spec.bytes_per_block(dtype, 1) for spec in specs] == each
         storage = KVStorage(specs, [KVGroup((0, 1, 2), 0)], [5], 16, dtype, torch.device("cpu"))
         assert storage.bytes_per_block == 16 * sum(each)

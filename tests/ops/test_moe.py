@@ -32,7 +32,7 @@ def one_by_one(x_TD: Tensor, ids_TS: Tensor, shares_TS: Tensor, experts: Experts
             gate, up = gate.clamp(max=experts.activation.limit), up.clamp(-2.0, 2.0) + 1
             gate = gate / (1 + torch.exp(-experts.activation.alpha * gate))
         elif isinstance(experts.activation, CappedSwish):
-            gate, up = (gate / (1 + torch.exp(-gate))).clamp(max=0.4), up.clamp(-0.4, 0.4)
+            gate, up = (gate / (1 + torch.exp(-gate))).clamp(max=experts.activation.cap or 0.4), up.clamp(-0.4, 0.4)
         elif experts.activation == "silu":
             gate = gate / (1 + torch.exp(-gate))
         else:
@@ -44,7 +44,9 @@ def one_by_one(x_TD: Tensor, ids_TS: Tensor, shares_TS: Tensor, experts: Experts
     return out
 
 
-@pytest.mark.parametrize("activation", ["silu", "gelu_tanh", ClampedSwish(1.7, 2.0), CappedSwish(0.4)])
+@pytest.mark.parametrize(
+    "activation", ["silu", "gelu_tanh", ClampedSwish(1.7, 2.0), CappedSwish(0.4), CappedSwish(0.4, 0.3)]
+)
 @pytest.mark.parametrize("has_biases", [False, True])
 def test_experts_are_what_they_say(activation: Activation | ClampedSwish | CappedSwish, has_biases: bool) -> None:
     experts = make(activation, has_biases, torch.float32)

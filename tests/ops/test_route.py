@@ -24,6 +24,7 @@ ROUTINGS = {
         3, False, "sigmoid", correction_X=torch.linspace(-2, 2, X), corrects_logits=True
     ),
     "sigmoid, correction, groups": Routing(3, True, "sigmoid", 2.5, (3, 2), correction_X=torch.linspace(0.5, -0.5, X)),
+    "roots of softplus": Routing(4, True, "sqrtsoftplus", 1.5, correction_X=torch.linspace(0.5, -0.5, X)),
 }
 
 
@@ -33,8 +34,10 @@ def selected(logits: list[float], routing: Routing) -> dict[int, float]:
     if routing.scoring == "softmax":
         total = sum(math.exp(logit) for logit in logits)
         scores = [math.exp(logit) / total for logit in logits]
-    else:
+    elif routing.scoring == "sigmoid":
         scores = [1 / (1 + math.exp(-logit)) for logit in logits]
+    else:
+        scores = [math.log1p(math.exp(logit)) ** 0.5 for logit in logits]
     of = logits if routing.corrects_logits else scores
     worth = [x + more for x, more in zip(of, correction, strict=True)]
     count, num_groups = routing.groups

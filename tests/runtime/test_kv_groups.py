@@ -214,7 +214,7 @@ def test_layers_of_a_group_may_differ_in_width_and_share_a_cache() -> None:
     assert storage.layers[1].keys.data_ptr() == storage.layers[1].values.data_ptr()
     assert storage.layers[2] is storage.layers[0]
     assert sum(part.nbytes for part in storage.pools[0]) == 6 * 4 * sum(
-        spec.bytes_per_token(torch.float32) for spec in specs
+        spec.bytes_per_block(torch.float32, 1) for spec in specs
     )
     copies = HostBlockCopies(storage)
     for part in storage.pools[0]:
@@ -244,7 +244,7 @@ def test_memory_is_divided_so_that_no_text_fits_worse(loaded: Loaded) -> None:
     pools = GroupMemory.of([config.cache], groups_of(loaded), torch.float32, block_size, 8, 16)
     first_bytes, window_bytes = pools.bytes_per_block
     both, plenty = first_bytes + window_bytes, pools.plenty[1]
-    assert both == sum(spec.bytes_per_token(torch.float32) for spec in config.cache) * block_size
+    assert both == sum(spec.bytes_per_block(torch.float32, 1) for spec in config.cache) * block_size
     assert pools.divide(10 * both, 40) == [10, 10], "little memory is divided evenly"
     num_full, num_windows = pools.divide(1000 * both, 400)
     assert num_windows == 1000 // EVEN_SHARES > plenty

@@ -243,7 +243,7 @@ def test_the_storage_takes_what_the_budget_says() -> None:
     storage = KVStorage(
         MODEL.cache, limits.groups, limits.num_blocks, limits.block_size, torch.float32, torch.device("cpu")
     )
-    per_token = sum(spec.bytes_per_token(torch.float32) for spec in MODEL.cache)
+    per_token = sum(spec.bytes_per_block(torch.float32, 1) for spec in MODEL.cache)
     assert storage.pools[0][0].nbytes == budget.kv_cache == 5 * 16 * per_token
     assert [layer.keys.shape for layer in storage.layers] == [(5, 3, 16, 64)] * 30
     assert storage.layers[0].keys.data_ptr() != storage.layers[0].values.data_ptr()

@@ -22,8 +22,9 @@ from octavo_kernels.cpu.tensors import address
 from octavo_kernels.cpu.threads import run
 
 NUMBERS_A_PIECE = 1024
+SCORINGS = ("softmax", "sigmoid", "sqrtsoftplus")
 ARGUMENTS = fields(
-    "task T piece logits bias correction given ids shares X S groups chosen_groups is_sigmoid normalises "
+    "task T piece logits bias correction given ids shares X S groups chosen_groups scoring normalises "
     "corrects_logits scale:float"
 )
 
@@ -67,17 +68,19 @@ def _hide_groups(a: Any, worth: Any) -> None:
 
 @inlined
 def _score(a: Any, logits: Any, scores: Any) -> None:
-    """The sigmoids of logits, or their softmax."""
+    """The scores of logits, by the index in ``SCORINGS``."""
     one, total, largest = np.float32(1), np.float32(0), logits[0]
     for i in range(a.X):
         largest = max(largest, logits[i])
     for i in range(a.X):
-        if a.is_sigmoid:
+        if a.scoring == 1:
             scores[i] = one / (one + np.exp(-logits[i]))
+        elif a.scoring == 2:
+            scores[i] = np.sqrt(max(logits[i], np.float32(0)) + np.log1p(np.exp(-abs(logits[i]))))
         else:
             scores[i] = np.exp(logits[i] - largest)
             total += scores[i]
-    if not a.is_sigmoid:
+    if a.scoring == 0:
         for i in range(a.X):
             scores[i] /= total
 
@@ -141,7 +144,7 @@ def route_numba(
     assert given is None or given.shape == ids_TS.shape, f"experts are given for {list(given.shape)} of {T} rows"
     assert given is None or given.dtype == torch.int64, f"given experts are {given.dtype}, not int64"
     places = (logits_TX.data_ptr(), *map(address, (*added, given)), ids_TS.data_ptr(), shares_TS.data_ptr())
-    flags = routing.scoring == "sigmoid", routing.normalises, routing.corrects_logits
+    flags = SCORINGS.index(routing.scoring), routing.normalises, routing.corrects_logits
     how = (*routing.groups, *map(int, flags), routing.scale)
     error = f"route: given experts must be from 0 to {X - 1}"
     call(_driver(), ARGUMENTS, (_select_task(), T, max(1, NUMBERS_A_PIECE // X), *places, X, S, *how), error)

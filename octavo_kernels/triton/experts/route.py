@@ -84,6 +84,13 @@ def _is_in_best_group(
 
 
 @triton.jit
+def _log1p(x: tl.tensor) -> tl.tensor:
+    """``ln(1 + x)``, by what the sum lost to rounding: Goldberg, "What every computer scientist should know"."""
+    total = 1.0 + x
+    return tl.where(total == 1.0, x, tl.log(total) * (x / tl.where(total == 1.0, 1.0, total - 1.0)))
+
+
+@triton.jit
 def _choose(
     logits: tl.tensor, e: tl.tensor, t: tl.tensor, bias_ptr: tl.tensor, correction_ptr: tl.tensor, ids_ptr: tl.tensor,
     shares_ptr: tl.tensor, scale: tl.tensor, X: tl.constexpr, CHOSEN: tl.constexpr, SCORING: tl.constexpr,
@@ -98,8 +105,10 @@ def _choose(
         scores = tl.exp(logits - tl.max(logits, 0))
         if not NORMALISES or correction_ptr is not None:
             scores /= tl.sum(scores, 0)
-    else:
+    elif SCORING == "sigmoid":
         scores = tl.sigmoid(logits)
+    else:
+        scores = tl.sqrt(tl.maximum(logits, 0.0) + _log1p(tl.exp(-tl.abs(logits))))
     worth = logits
     if correction_ptr is not None:
         worth = (logits if CORRECTS_LOGITS else scores) + tl.load(correction_ptr + e, mask=e < X, other=0.0)

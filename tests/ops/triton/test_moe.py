@@ -41,6 +41,7 @@ def make(
         ("silu", True, torch.float16),
         (ClampedSwish(1.7, 1.0), True, torch.float32),
         (CappedSwish(0.4), False, torch.float32),
+        (CappedSwish(0.4, 0.3), False, torch.float32),
         (SquaredReLU(), True, torch.float32),
         (SquaredReLU(), False, torch.bfloat16),
     ],

@@ -1,0 +1,115 @@
+"""DeepSeek-V4: names and keys of published checkpoints, drafts that are taken back, and what is cached."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from octavo import LLM, SamplingParams
+from octavo.errors import CheckpointError
+from octavo.models.layer_cache import kv_groups
+from octavo.models.registry import read_config
+from tests.models.families import make_checkpoint
+
+ROW = "deepseek_v4/three_kinds"
+SETTINGS: dict[str, Any] = {"device": "cpu", "block_size": 8, "num_kv_blocks": 100, "max_model_len": 128}
+PROMPTS = [[(7 * i + 3 * j) % 11 + 1 for j in range(length)] for i, length in enumerate((30, 5, 61))]
+PUBLISHED: dict[str, Any] = {
+    "architectures": ["DeepseekV4ForCausalLM"],
+    "vocab_size": 129280,
+    "hidden_size": 4096,
+    "num_hidden_layers": 5,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 1,
+    "head_dim": 512,
+    "qk_rope_head_dim": 64,
+    "max_position_embeddings": 1048576,
+    "rms_norm_eps": 1e-6,
+    "compress_ratios": [0, 128, 4, 128, 4, 0],
+    "compress_rope_theta": 160000,
+    "rope_theta": 10000,
+    "rope_scaling": {"type": "yarn", "factor": 16, "original_max_position_embeddings": 65536},
+    "num_hash_layers": 3,
+}
+"""The keys of older names, with sizes of DeepSeek-V4-Flash."""
+
+
+def said(folder: Path, **settings: Any) -> list[tuple[int, ...]]:
+    params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+    with LLM(folder, dtype="float32", **SETTINGS, **settings) as llm:
+        found = [tuple(result.outputs[0].token_ids) for result in llm.generate(PROMPTS, params)]
+        llm.engine.check()
+    return found
+
+
+def published_name(name: str) -> str:
+    """That of a published checkpoint for what the library writes."""
+    name = name.removeprefix("model.")
+    for own, other in {
+        "embed_tokens.": "embed.",
+        "hc_head.hc_": "hc_head_",
+        ".attn.norm.": ".attn.kv_norm.",
+    }.items():
+        name = name.replace(own, other)
+    return name
+
+
+def test_names_of_published_checkpoints(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, ROW)
+    expected = said(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    renamed = {published_name(name): tensor for name, tensor in tensors.items()}
+    assert {"embed.weight", "head.weight", "norm.weight", "hc_head_fn", "layers.0.attn.kv_norm.weight"} < set(renamed)
+    renamed["mtp.0.hc_head_fn"] = torch.zeros(4, 128)
+    save_file(renamed, tmp_path / "model.safetensors")
+    assert said(tmp_path) == expected
+
+
+def test_drafts_are_taken_back(tmp_path: Path) -> None:
+    """Entries of rejected tokens are overwritten before a row sees them."""
+    make_checkpoint(tmp_path, ROW)
+    drafts = {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_min": 1}
+    assert said(tmp_path, speculative_config=drafts) == said(tmp_path)
+
+
+def test_keys_of_older_names() -> None:
+    config: Any = read_config(PUBLISHED)
+    window, sparse, heavy = "sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"
+    assert config.kinds == (window, heavy, sparse, heavy, sparse)
+    assert config.fixed == (True, True, True, False, False)
+    assert [width for _, width in config.ropes] == [64, 64]
+    assert config.ropes[1][0].attention_factor == 1.0
+    groups = kv_groups(config.cache, max_window=4096)
+    assert [group.window for group in groups] == [0, 128, 8]
+    numbers = [group.bytes_per_block(config.cache, torch.bfloat16, 128) // 2 for group in groups]
+    assert numbers == [2 * 512 + 2 * 32 * 640, 128 * (5 * 512 + 2 * 1024), 128 * 2 * 4 * 640]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"compress_ratios": [0, 128, 5, 128, 4]}, "compress_ratios .* each one of 0, 4 and 128"),
+        ({"o_groups": 7}, "o_groups is 7; it must be a divisor of num_attention_heads, 64"),
+        ({"qk_rope_head_dim": 63}, "qk_rope_head_dim is 63; it must be an even number"),
+        ({"scoring_func": "relu"}, "scoring_func is 'relu'; it must be one of sqrtsoftplus, sigmoid, softmax"),
+        ({"attention_bias": True}, "attention_bias is True"),
+    ],
+)
+def test_wrong_keys(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(CheckpointError, match=message):
+        read_config({**PUBLISHED, **changes})
+
+
+def test_experts_of_a_token_that_there_are_not(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, ROW)
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors["model.layers.0.ffn.gate.tid2eid"][3, 1] = 6
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"layers\.0\.mlp\.gate\.tid2eid has numbers that are not below 6"):
+        said(tmp_path)
+    assert json.loads((tmp_path / "config.json").read_text())["n_routed_experts"] == 6
