@@ -26,7 +26,7 @@ from octavo.types import Request
 from octavo.weights.checkpoint import open_checkpoint
 from octavo.weights.hub import resolve_model
 from octavo_bench.offline import GREEDY
-from octavo_bench.report import Say, spreads
+from octavo_bench.records.report import Say, spreads
 from octavo_bench.throughput import serve
 
 TEXTS = ("engine/scheduler.py", "types.py")

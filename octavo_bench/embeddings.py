@@ -17,8 +17,8 @@ from octavo.config import EngineConfig, to_flat
 from octavo.llm.llm import LLM
 from octavo.system.cpus import default_num_threads
 from octavo.weights.hub import resolve_model
-from octavo_bench.peer_process import OFFLINE, SCRIPTS, PeerProcess
-from octavo_bench.report import beside
+from octavo_bench.records.report import beside
+from octavo_bench.serving.peer_process import OFFLINE, SCRIPTS, PeerProcess
 
 MEDIAN_WORDS, SPREAD = 36, 0.9
 """Lengths are log-normal: half of the texts have fewer words, one in forty six times as many."""

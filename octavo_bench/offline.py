@@ -32,7 +32,7 @@ from octavo.system.collector import leave_out_what_exists
 from octavo.types import EngineInfo, Output, Request
 from octavo.weights.checkpoint import open_checkpoint
 from octavo.weights.hub import resolve_model
-from octavo_bench.report import Say, spreads
+from octavo_bench.records.report import Say, spreads
 from octavo_fleet.sim.costs.devices import DEVICES
 from octavo_fleet.sim.costs.roofline import Shape, decode_work, prefill_work, shape_of
 

@@ -24,7 +24,7 @@ from octavo.cache.tiers import INDEX
 from octavo_bench.chaos.processes import session
 from octavo_bench.chaos.tiny_model import write_tiny_model
 from octavo_bench.dummy_models import write_weights
-from octavo_bench.server_process import OCTAVO, ServerProcess, free_port
+from octavo_bench.serving.server_process import OCTAVO, ServerProcess, free_port
 
 SECONDS = 1200.0
 POLL_SECONDS = 0.05

@@ -14,7 +14,7 @@ from octavo.engine.protocols import Runner
 from octavo.engine.scheduler import Scheduler
 from octavo.sampling_params import SamplingParams
 from octavo.types import Masks, Plan, Request, Sampled
-from octavo_bench.report import spread
+from octavo_bench.records.report import spread
 
 TOKEN = 1000
 """An ordinary token in any vocabulary, one that has a text."""

@@ -37,7 +37,7 @@ from octavo.text.tokenizer import Tokenizer, load_tokenizer
 from octavo.weights.checkpoint import open_checkpoint
 from octavo.weights.hub import resolve_model
 from octavo_bench.offline import OfflineBench, bench_config
-from octavo_bench.report import Say, spread
+from octavo_bench.records.report import Say, spread
 
 HEAD = "+lm_head"
 FORMATS: dict[str, dict[str, Any]] = {

@@ -23,7 +23,7 @@ from octavo.models.registry import ARCHITECTURES
 from octavo.sampling_params import SamplingParams
 from octavo.types import Request
 from octavo_bench.offline import checked_step
-from octavo_bench.report import Say
+from octavo_bench.records.report import Say
 from octavo_fleet.sim.shapes import SHAPES
 
 SIZES: Mapping[str, int] = {

@@ -31,7 +31,7 @@ from octavo_bench.offline import (
     complete,
     random_requests,
 )
-from octavo_bench.report import Say, spreads
+from octavo_bench.records.report import Say, spreads
 
 Figures = dict[str, float]
 WARM_UP_TOKENS = 4

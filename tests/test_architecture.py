@@ -209,7 +209,7 @@ def test_packages_import_only_those_below_them() -> None:
         ("octavo/engine/engine.py", "from octavo_server.app import make_app", "octavo_server"),
         ("octavo_kernels/cpu/attention/attention.py", "    from octavo_fleet import sim", "octavo_fleet"),
         ("octavo_server/app.py", "import octavo_kernels.cpu", "octavo_kernels"),
-        ("octavo_fleet/sim/setup.py", "from octavo_bench.report import keep", "octavo_bench"),
+        ("octavo_fleet/sim/setup.py", "from octavo_bench.records.report import keep", "octavo_bench"),
     ],
 )
 def test_an_import_of_a_package_above_is_found(where: str, line: str, imported: str) -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from octavo_bench.gate import read_record
-from octavo_bench.plots import draw
+from octavo_bench.records.gate import read_record
+from octavo_bench.records.plots import draw
 
 RECORD = re.compile(r"<!-- report (\S+) -->")
 

@@ -8,9 +8,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from octavo_bench.gate import read_record
-from octavo_bench.plot_style import COLOURS, GREY, drawing
-from octavo_bench.plots import draw
+from octavo_bench.records.gate import read_record
+from octavo_bench.records.plot_style import COLOURS, GREY, drawing
+from octavo_bench.records.plots import draw
 
 PLOTS = Path(__file__).parent
 RESULTS = PLOTS.parents[1] / "benchmarks" / "results"

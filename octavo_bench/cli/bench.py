@@ -14,8 +14,8 @@ from octavo.config import POLICY_NAMES
 from octavo_bench.cli import chaos, drafts, peer, serve, tools
 from octavo_bench.cli.arguments import numbers, reals, words
 from octavo_bench.cli.results import add_kind, measure_and_finish
-from octavo_bench.draft_prompts import KINDS
-from octavo_bench.report_tables import ablation, formats
+from octavo_bench.drafts.draft_prompts import KINDS
+from octavo_bench.records.report_tables import ablation, formats
 
 NAME = "bench"
 HELP = "measure throughput, start-up and overheads, alone or beside another engine"
@@ -146,7 +146,7 @@ def _add_quality(kinds: Any) -> None:
 
 def _add_speculate(kinds: Any) -> None:
     help = "speculative decoding beside decoding without it"
-    speculate = add_kind(kinds, "speculate", help, "speculate.measure", has_engine=True)
+    speculate = add_kind(kinds, "speculate", help, "drafts.speculate.measure", has_engine=True)
     speculate.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS), help="kinds of prompts")
     speculate.add_argument("--batches", type=numbers, default=[1, 4], help="sequences at a time")
     speculate.add_argument("--max-tokens", type=positive, default=128, help="most tokens of an answer")
@@ -167,7 +167,7 @@ def _add_times(kinds: Any) -> None:
     overhead.add_argument("--waiting", type=at_least_0, default=0, help="more sequences, which wait meanwhile")
     overhead.add_argument("--seen", nargs="+", type=at_least_0, default=[0], help="requests that came and went before")
 
-    front = add_kind(kinds, "front", "processor time of the front process per streamed token", "front.measure")
+    front = add_kind(kinds, "front", "processor time of the front process per streamed token", "serving.front.measure")
     front.add_argument("--streams", type=numbers, default=[16, 64])
     front.add_argument("--seconds", type=above_zero, default=2.0, help="length of each stream")
     front.add_argument("--steps-ms", type=reals, default=[10.0], help="paces of the engine behind it")
@@ -180,7 +180,7 @@ def _add_times(kinds: Any) -> None:
     front.add_argument("--vllm", metavar="PYTHON", help="an interpreter with vLLM, whose server is measured in turns")
 
     help = "where the time of a step goes, kernel by kernel"
-    profile = add_kind(kinds, "profile", help, "step_profile.measure", has_engine=True)
+    profile = add_kind(kinds, "profile", help, "device.step_profile.measure", has_engine=True)
     profile.add_argument("--batches", type=numbers, default=[1, 16, 64, 256], help="sequences of a step")
     profile.add_argument("--context", type=positive, default=256, help="tokens of each sequence")
     profile.add_argument("--steps", type=positive, default=20)
@@ -191,20 +191,20 @@ def _add_times(kinds: Any) -> None:
 def _add_kernels(kinds: Any) -> None:
     """Single kernels, and what GPUs exchange."""
     help = "time and error of each kernel for CUDA devices, beside the limits"
-    kernels = add_kind(kinds, "kernels", help, "kernels.measure", on_gpu=True)
+    kernels = add_kind(kinds, "kernels", help, "device.kernels.measure", on_gpu=True)
     shapes = ["qwen3-8b", "llama-3.2-1b", "qwen3-0.6b"]
     kernels.add_argument("models", nargs="*", default=shapes, help="shapes' names")
     kernels.add_argument("--rows", type=numbers, default=[1, 2, 4, 8, 16, 32, 64, 128], help="rows of x")
     kernels.add_argument("--deadline", type=float, default=float("inf"), help="seconds; what comes later is left out")
 
     help = "time of layers with recurrent state, for prompts, on a GPU"
-    recurrences = add_kind(kinds, "recurrences", help, "recurrences.measure", on_gpu=True)
+    recurrences = add_kind(kinds, "recurrences", help, "device.recurrences.measure", on_gpu=True)
     recurrences.add_argument("models", nargs="*", default=["qwen3.5-9b", "nemotron-h-8b"], help="in recurrences.py")
     recurrences.add_argument("--tokens", type=numbers, default=[16, 32, 64, 128, 512, 2048, 8192], help="of a prompt")
     recurrences.add_argument("--sequences", type=numbers, default=[1, 8], help="prompts in a step")
 
     help = "time and error of products with packed weights, by format, on a GPU"
-    packed = add_kind(kinds, "packed", help, "packed_weights.measure", on_gpu=True)
+    packed = add_kind(kinds, "packed", help, "device.packed_weights.measure", on_gpu=True)
     packed.add_argument("models", nargs="*", default=["qwen3-8b"], help="shapes' names, also of mixtures")
     packed.add_argument(
         "--formats",
@@ -216,7 +216,7 @@ def _add_kernels(kinds: Any) -> None:
     packed.add_argument("--deadline", type=float, default=float("inf"), help="seconds; what comes later is left out")
 
     help = "what this host's GPUs exchange, compared with NCCL's and torch's"
-    collectives = add_kind(kinds, "collectives", help, "collectives.measure", on_gpu=True)
+    collectives = add_kind(kinds, "collectives", help, "device.collectives.measure", on_gpu=True)
     rows = [1, 4, 16, 32, 64, 128, 256, 1024, 2048, 8192]
     collectives.add_argument("--rows", type=numbers, default=rows)
     collectives.add_argument("--widths", type=numbers, default=[4096], help="numbers in a row, of bfloat16")

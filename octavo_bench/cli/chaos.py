@@ -46,7 +46,7 @@ def _chaos(args: argparse.Namespace) -> dict[str, Any]:
     from octavo_bench.chaos.target import ServerUnderTest
     from octavo_bench.chaos.tiny_model import write_tiny_adapter, write_tiny_model
     from octavo_bench.chaos.traffic import ADAPTER, make_requests
-    from octavo_bench.server_process import free_port
+    from octavo_bench.serving.server_process import free_port
 
     flags = shlex.split(args.server_args)
     known = OF_SUPERVISED if "--supervise" in flags else FAULTS
@@ -110,7 +110,7 @@ def _is_right(args: argparse.Namespace, result: Mapping[str, Any]) -> bool:
 
 
 def _table(result: Mapping[str, Any]) -> str:
-    from octavo_bench.report_tables import markdown_table
+    from octavo_bench.records.report_tables import markdown_table
 
     rows = [
         [name, result["faults"][name], *(f"{figures[key]:.2f}" for key in ("p50", "p90", "p99", "max"))]

@@ -9,7 +9,7 @@ from typing import Any
 from octavo.cli.settings import positive
 from octavo_bench.cli.arguments import engine_config
 from octavo_bench.cli.results import add_kind
-from octavo_bench.draft_prompts import KINDS
+from octavo_bench.drafts.draft_prompts import KINDS
 
 
 def add_kinds(kinds: Any) -> None:
@@ -42,10 +42,10 @@ def add_kinds(kinds: Any) -> None:
 
 
 def _train(args: argparse.Namespace) -> dict[str, Any]:
-    from octavo_bench.draft_texts import WantedTexts
-    from octavo_bench.draft_training import Training
-    from octavo_bench.speculate import SpeculationWork
-    from octavo_bench.train_draft import TrainDraftPlan, run
+    from octavo_bench.drafts.draft_texts import WantedTexts
+    from octavo_bench.drafts.draft_training import Training
+    from octavo_bench.drafts.speculate import SpeculationWork
+    from octavo_bench.drafts.train_draft import TrainDraftPlan, run
 
     config = engine_config(args)
     training = Training(

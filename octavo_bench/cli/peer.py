@@ -16,7 +16,7 @@ from octavo.config import EngineConfig, cache_dir, settings
 from octavo.errors import ConfigError
 from octavo_bench.cli.arguments import numbers, refuse_unused
 from octavo_bench.cli.results import add_kind
-from octavo_bench.report import beside, keep
+from octavo_bench.records.report import beside, keep
 
 SERVED_CONTEXT = 8192
 OF_BOTH_SERVERS = {
@@ -95,7 +95,7 @@ def add_embeddings(kinds: Any) -> None:
 def add_first_minute(kinds: Any) -> None:
     """The model, the load, and the engines that are started one after the other."""
     help = "throughput and ITL by second from a server's start on"
-    parser = add_kind(kinds, "first-minute", help, "first_minute.run")
+    parser = add_kind(kinds, "first-minute", help, "serving.first_minute.run")
     parser.add_argument("model", help="a model, or a shape, which gets random weights")
     parser.add_argument("--clients", type=positive, default=16, help="requests at a time")
     parser.add_argument("--prompt", type=positive, default=256, help="prompt tokens of each request")
@@ -120,7 +120,7 @@ def _compare(args: argparse.Namespace) -> dict[str, Any]:
 def _compare_with_llama_cpp(args: argparse.Namespace) -> dict[str, Any]:
     from octavo.weights.hub import resolve_model
     from octavo_bench.offline import OfflineBench, bench_config
-    from octavo_bench.peer_process import SCRIPTS, PeerProcess
+    from octavo_bench.serving.peer_process import SCRIPTS, PeerProcess
 
     if args.python is None:
         raise ConfigError("--python: give an interpreter that has llama-cpp-python")
@@ -144,11 +144,11 @@ def _compare_with_llama_cpp(args: argparse.Namespace) -> dict[str, Any]:
 def _compare_with_vllm(args: argparse.Namespace) -> dict[str, Any]:
     from octavo.weights.hub import resolve_model
     from octavo_bench.dummy_models import model_folder
-    from octavo_bench.goodput import LIMITS, GoodputSearch, start_clients
-    from octavo_bench.peer_process import SCRIPTS, Clients, PeerProcess, share, vllm_environment
-    from octavo_bench.serve_figures import parse_goodput
-    from octavo_bench.served_peer import GOODPUT, ServedComparison, named_workloads, parse_visits
-    from octavo_bench.server_process import OCTAVO, Server
+    from octavo_bench.serving.goodput import LIMITS, GoodputSearch, start_clients
+    from octavo_bench.serving.peer_process import SCRIPTS, Clients, PeerProcess, share, vllm_environment
+    from octavo_bench.serving.serve_figures import parse_goodput
+    from octavo_bench.serving.served_peer import GOODPUT, ServedComparison, named_workloads, parse_visits
+    from octavo_bench.serving.server_process import OCTAVO, Server
     from octavo_fleet.sim.closed_loops import WORKLOADS
     from octavo_fleet.sim.shapes import SHAPES
 

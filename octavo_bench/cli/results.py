@@ -17,11 +17,11 @@ from octavo.cli.settings import add_settings, refuse_settings
 from octavo.config import EngineConfig, settings
 from octavo.errors import ConfigError
 from octavo_bench.cli.arguments import engine_config, require_cuda
-from octavo_bench.evidence import check_folder, write_evidence, write_trace
-from octavo_bench.gpu_watch import GpuWatch, gpus
-from octavo_bench.plot_style import FORMATS, check_plot
-from octavo_bench.record_figures import figures
-from octavo_bench.report import keep
+from octavo_bench.records.evidence import check_folder, write_evidence, write_trace
+from octavo_bench.records.gpu_watch import GpuWatch, gpus
+from octavo_bench.records.plot_style import FORMATS, check_plot
+from octavo_bench.records.record_figures import figures
+from octavo_bench.records.report import keep
 
 EXIT_WORSE = 1
 """Exit status when a figure is below ``--fail-under``, or nothing was measured of an engine."""
@@ -158,7 +158,7 @@ def begin(args: argparse.Namespace) -> None:
 
 def check_results(args: argparse.Namespace) -> None:
     """Raise ``ConfigError`` for flags that could only fail after the measurement."""
-    from octavo_bench.gate import read_record
+    from octavo_bench.records.gate import read_record
 
     if args.plot is not None:
         check_plot(args.plot)
@@ -196,8 +196,8 @@ def finish(args: argparse.Namespace, result: Mapping[str, Any], shown: str | Non
 
 def conclude(args: argparse.Namespace, record: Mapping[str, Any], watch: GpuWatch | None = None) -> int:
     """Draw a record and compare it; returns the exit code. ``watch``: what watched the GPUs. Raises ``ConfigError``."""
-    from octavo_bench.gate import compare, differences, read_record
-    from octavo_bench.plots import draw
+    from octavo_bench.records.gate import compare, differences, read_record
+    from octavo_bench.records.plots import draw
 
     if args.plot is not None:
         draw(record, args.plot)

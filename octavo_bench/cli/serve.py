@@ -13,7 +13,7 @@ from octavo_bench.cli.arguments import json_object, numbers, percentiles, rates,
 from octavo_bench.cli.results import add_kind, say
 
 if TYPE_CHECKING:
-    from octavo_bench.serve_load import ServeWork, Target
+    from octavo_bench.serving.serve_load import ServeWork, Target
 
 OF_SEARCH = ("search_seconds", "probe_seconds", "clients")
 DEFAULT_PROMPTS = 100
@@ -73,10 +73,10 @@ def add_kinds(kinds: Any) -> None:
 
 
 def _serve(args: argparse.Namespace) -> dict[str, Any]:
-    from octavo_bench.report import keep
-    from octavo_bench.serve import WantedFigures, run
-    from octavo_bench.serve_figures import parse_goodput, write_csv
-    from octavo_bench.serve_load import SERVING, Load, ServeWork, Target
+    from octavo_bench.records.report import keep
+    from octavo_bench.serving.serve import WantedFigures, run
+    from octavo_bench.serving.serve_figures import parse_goodput, write_csv
+    from octavo_bench.serving.serve_load import SERVING, Load, ServeWork, Target
 
     if args.search:
         refuse_unused(args, NOT_OF_SEARCH, "has no effect on --search")
@@ -128,8 +128,8 @@ def _serve(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _search(args: argparse.Namespace, target: Target, work: ServeWork) -> dict[str, Any]:
-    from octavo_bench.goodput import LIMITS, GoodputSearch, print_probe, search_server, start_clients
-    from octavo_bench.serve_figures import parse_goodput
+    from octavo_bench.serving.goodput import LIMITS, GoodputSearch, print_probe, search_server, start_clients
+    from octavo_bench.serving.serve_figures import parse_goodput
 
     search = GoodputSearch(parse_goodput(args.goodput) or LIMITS, args.search_seconds, args.probe_seconds)
     clients = start_clients(args.clients)

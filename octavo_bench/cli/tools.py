@@ -13,7 +13,7 @@ from octavo.config import DEFAULT_MODEL
 from octavo.errors import ConfigError
 from octavo_bench.cli.arguments import words
 from octavo_bench.cli.results import EXIT_WORSE, add_kind, add_results, check_results, conclude
-from octavo_bench.report_tables import plain
+from octavo_bench.records.report_tables import plain
 
 
 def add_checks(kinds: Any) -> None:
@@ -97,8 +97,8 @@ def _shape(args: argparse.Namespace) -> int:
 
 
 def _report(args: argparse.Namespace) -> int:
-    from octavo_bench.gate import read_record
-    from octavo_bench.report_tables import fill, render
+    from octavo_bench.records.gate import read_record
+    from octavo_bench.records.report_tables import fill, render
 
     check_results(args)
     if (args.plot or args.evidence or args.fail_under) and len(args.files) != 1:

@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from octavo_bench.report import machine, portable_command
+from octavo_bench.records.report import machine, portable_command
 from tests.fuzz import targets
 
 SCHEMA = "http_schema"

@@ -61,7 +61,7 @@ def test_a_variable_counts_as_given(monkeypatch: pytest.MonkeyPatch, capsys: pyt
 
 def test_a_draft_head_is_trained_with_the_seed_that_is_set(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     plans = []
-    monkeypatch.setattr("octavo_bench.train_draft.run", lambda config, plan: plans.append(plan) or {})
+    monkeypatch.setattr("octavo_bench.drafts.train_draft.run", lambda config, plan: plans.append(plan) or {})
     args = build_parser().parse_args(["bench", "train-draft", "tiny", "--folder", str(tmp_path), "--seed", "5"])
     assert args.measure(args) == {}
     assert plans[0].training.seed == 5

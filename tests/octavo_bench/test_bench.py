@@ -22,7 +22,7 @@ from octavo.types import Masks, Plan, Sampled
 from octavo_bench.dummy_models import write_model
 from octavo_bench.offline import build_prepared, random_requests, time_decode, time_prefill
 from octavo_bench.overhead import InstantStep, build_instant_engine, step_milliseconds
-from octavo_bench.report import beside
+from octavo_bench.records.report import beside
 from tests.models.encoder_families import make_encoder
 
 Measure = Callable[..., dict[str, Any]]

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from octavo.errors import ConfigError
-from octavo_bench.figure_table import MEANINGS, Better, meaning, title
-from octavo_bench.gate import compare, read_record
-from octavo_bench.record_figures import Figure, figures
+from octavo_bench.records.figure_table import MEANINGS, Better, meaning, title
+from octavo_bench.records.gate import compare, read_record
+from octavo_bench.records.record_figures import Figure, figures
 
 RESULTS = Path(__file__).parents[2] / "benchmarks/results"
 _MORE = """

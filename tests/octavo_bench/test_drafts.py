@@ -13,10 +13,10 @@ from torch import Tensor
 from octavo.cli import main
 from octavo.config import EngineConfig
 from octavo.weights.checkpoint import open_checkpoint
-from octavo_bench.draft_prompts import KINDS, prompts_of
-from octavo_bench.draft_texts import WantedTexts, generate, training_messages
-from octavo_bench.draft_training import Drawn, Teacher, TrainableEagle3, Training, accepted_by_position
-from octavo_bench.speculate import Side, SpeculationWork
+from octavo_bench.drafts.draft_prompts import KINDS, prompts_of
+from octavo_bench.drafts.draft_texts import WantedTexts, generate, training_messages
+from octavo_bench.drafts.draft_training import Drawn, Teacher, TrainableEagle3, Training, accepted_by_position
+from octavo_bench.drafts.speculate import Side, SpeculationWork
 from tests.llm.tiny import write_checkpoint
 from tests.models.families import make_checkpoint
 

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from octavo.cli import build_parser
-from octavo_bench import plots
-from octavo_bench.first_minute import figures_of
-from octavo_bench.stream_reader import Ask, Streamed
+from octavo_bench.records import plots
+from octavo_bench.serving.first_minute import figures_of
+from octavo_bench.serving.stream_reader import Ask, Streamed
 
 READY = 100.0
 

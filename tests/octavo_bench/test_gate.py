@@ -11,8 +11,8 @@ import pytest
 
 from octavo.cli import build_parser, main
 from octavo.errors import ConfigError
-from octavo_bench.gate import compare, read_record
-from octavo_bench.record_figures import figures
+from octavo_bench.records.gate import compare, read_record
+from octavo_bench.records.record_figures import figures
 
 RESULTS = Path(__file__).parents[2] / "benchmarks/results"
 

@@ -13,10 +13,10 @@ import pytest
 
 from octavo.cli import main
 from octavo.errors import ConfigError
-from octavo_bench.goodput import PRECISION, bisect
-from octavo_bench.http_client import TimedAnswer
-from octavo_bench.probe import FILL_SHARE, Probe, ProbeClient, arrivals, profile_of
-from octavo_bench.serve_load import ServeWork, Target
+from octavo_bench.serving.goodput import PRECISION, bisect
+from octavo_bench.serving.http_client import TimedAnswer
+from octavo_bench.serving.probe import FILL_SHARE, Probe, ProbeClient, arrivals, profile_of
+from octavo_bench.serving.serve_load import ServeWork, Target
 from tests.server.conftest import Served
 from tests.server.in_process import InProcessEngine, byte_tokenizer
 
@@ -109,7 +109,7 @@ def served() -> Iterator[Served]:
 def test_a_server_is_searched(
     served: Served, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("octavo_bench.goodput.LEAD_SECONDS", 0.2)
+    monkeypatch.setattr("octavo_bench.serving.goodput.LEAD_SECONDS", 0.2)
     output = tmp_path / "record.json"
     sizes = ["--workload", "fixed", "--input-len", "20", "--output-len", "4", "--vocab-size", "200"]
     limits = ["--goodput", "ttft:900", "tpot:900", "--search-seconds", "0.1", "--probe-seconds", "0.2"]

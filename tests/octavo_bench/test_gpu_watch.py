@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from octavo.cli import main
-from octavo_bench.gpu_watch import GpuWatch
+from octavo_bench.records.gpu_watch import GpuWatch
 
 DRIVER = """#!/bin/sh
 case "$*" in

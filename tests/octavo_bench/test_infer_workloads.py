@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from octavo.cli import main
-from octavo_bench.serve_load import SERVING, Arrivals
+from octavo_bench.serving.serve_load import SERVING, Arrivals
 from octavo_fleet.sim.jobs import Job
 from octavo_fleet.sim.workloads import PROFILES, Sessions
 

@@ -18,7 +18,7 @@ from octavo.sampling_params import SamplingParams
 from octavo.types import Request
 from octavo_bench.dummy_models import write_model
 from octavo_bench.offline import checked_step
-from octavo_bench.report_tables import render
+from octavo_bench.records.report_tables import render
 from tests.tiers import nightly_after, one_in
 
 ROOT = Path(__file__).parents[2]

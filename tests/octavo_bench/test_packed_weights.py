@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from octavo.errors import ConfigError
-from octavo_bench import packed_weights
-from octavo_bench.packed_weights import FORMS, measure
+from octavo_bench.device import packed_weights
+from octavo_bench.device.packed_weights import FORMS, measure
 from octavo_fleet.sim.shapes import SHAPES
 
 DENSE = SHAPES["tiny"] | {"vocab_size": 512}

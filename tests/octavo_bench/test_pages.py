@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from octavo.cli import build_parser
-from octavo_bench.report_tables import number, render
+from octavo_bench.records.report_tables import number, render
 
 DOCS = Path(__file__).parents[2] / "docs"
 NOTES = DOCS.parent / "benchmarks" / "notes"

@@ -11,10 +11,10 @@ import pytest
 
 from octavo.cli import main
 from octavo.errors import ConfigError
-from octavo_bench import plot_style
-from octavo_bench.gate import read_record
-from octavo_bench.plots import draw
-from octavo_bench.record_figures import figures
+from octavo_bench.records import plot_style
+from octavo_bench.records.gate import read_record
+from octavo_bench.records.plots import draw
+from octavo_bench.records.record_figures import figures
 
 RESULTS = Path(__file__).parents[2] / "benchmarks/results"
 LOADS = {

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from octavo.errors import ConfigError
-from octavo_bench.report_tables import fill, number, render
+from octavo_bench.records.report_tables import fill, number, render
 
 ROOT = Path(__file__).parents[2]
 MACHINE = {"processor": "A CPU", "gpus": ["A GPU, 1.2"], "versions": {"octavo": "0.1", "torch": "2"}}

@@ -14,11 +14,11 @@ import pytest
 
 from octavo.cli import main
 from octavo.errors import ConfigError
-from octavo_bench.http_client import HttpClient, TimedAnswer
-from octavo_bench.report import keep
-from octavo_bench.report_tables import render
-from octavo_bench.serve_figures import errors, figures, parse_goodput
-from octavo_bench.serve_load import FIRST_TOKEN, MAX_LOADS, WORDS, Load, Prompts, ServeWork, apply, next_load
+from octavo_bench.records.report import keep
+from octavo_bench.records.report_tables import render
+from octavo_bench.serving.http_client import HttpClient, TimedAnswer
+from octavo_bench.serving.serve_figures import errors, figures, parse_goodput
+from octavo_bench.serving.serve_load import FIRST_TOKEN, MAX_LOADS, WORDS, Load, Prompts, ServeWork, apply, next_load
 from octavo_fleet.sim.jobs import Job
 from tests.server.conftest import Served
 from tests.server.in_process import InProcessEngine, byte_tokenizer
@@ -269,7 +269,8 @@ def test_a_server_is_measured(
 def test_a_sweep_doubles_the_load(served: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     throughputs = iter([10.0, 20.0, 20.5])
     monkeypatch.setattr(
-        "octavo_bench.serve.figures", lambda *_: {"output_tok_s": next(throughputs), "completed": 1, "failed": 0}
+        "octavo_bench.serving.serve.figures",
+        lambda *_: {"output_tok_s": next(throughputs), "completed": 1, "failed": 0},
     )
     output = tmp_path / "record.json"
     sizes = ["--num-prompts", "8", "--input-len", "4", "--output-len", "2", "--vocab-size", "200"]

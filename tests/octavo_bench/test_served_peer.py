@@ -13,8 +13,8 @@ import pytest
 
 from octavo.errors import ConfigError
 from octavo_bench.cli.results import finish
-from octavo_bench.peer_process import Clients, PeerProcess, share, together
-from octavo_bench.served_peer import (
+from octavo_bench.serving.peer_process import Clients, PeerProcess, share, together
+from octavo_bench.serving.served_peer import (
     FIGURES,
     ServedComparison,
     client_arguments,
@@ -22,7 +22,7 @@ from octavo_bench.served_peer import (
     named_workloads,
     parse_visits,
 )
-from octavo_bench.server_process import Server, ServerProcess, free_port
+from octavo_bench.serving.server_process import Server, ServerProcess, free_port
 from octavo_fleet.sim.closed_loops import WORKLOADS, warm_up
 
 CLIENT = """

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from octavo_bench.timeline import OP, STEP, DeviceSpan, account, kernel_class, spans_of, summarise
+from octavo_bench.device.timeline import OP, STEP, DeviceSpan, account, kernel_class, spans_of, summarise
 
 
 def event(cat: str, name: str, ts: float, dur: float, **args: Any) -> dict[str, Any]:

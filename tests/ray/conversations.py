@@ -10,8 +10,8 @@ import math
 import random
 from dataclasses import dataclass
 
-from octavo_bench.http_client import HttpClient, TimedAnswer
-from octavo_bench.serve_load import Load, Prompts, apply
+from octavo_bench.serving.http_client import HttpClient, TimedAnswer
+from octavo_bench.serving.serve_load import Load, Prompts, apply
 from octavo_fleet.sim.jobs import Awaits, Job
 
 

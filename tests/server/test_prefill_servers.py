@@ -20,7 +20,7 @@ import pytest
 
 from octavo_bench.chaos.processes import engine_of, session
 from octavo_bench.chaos.tiny_model import write_tiny_model
-from octavo_bench.server_process import ServerProcess, free_port
+from octavo_bench.serving.server_process import ServerProcess, free_port
 
 pytestmark = pytest.mark.nightly
 

@@ -34,8 +34,8 @@ import pytest
 
 from octavo.config import EngineConfig, ServeConfig
 from octavo.types import EngineInfo
-from octavo_bench.paced_engine import PacedRunner
-from octavo_bench.report import keep
+from octavo_bench.records.report import keep
+from octavo_bench.serving.paced_engine import PacedRunner
 from octavo_fleet.backends.toy import ToyEngine
 from octavo_fleet.backends.toy import build as build_toy
 from octavo_server.engines.engine_process import main as serve_engine

@@ -18,7 +18,7 @@ from octavo.cache.kv_cache import KVCache
 from octavo.config import EngineConfig
 from octavo.engine.engine import Engine
 from octavo.engine.scheduler import Scheduler
-from octavo_bench.paced_engine import PacedRunner
+from octavo_bench.serving.paced_engine import PacedRunner
 from octavo_fleet.routing.routers import make_router
 from octavo_fleet.sim.jobs import Job
 from octavo_fleet.sim.replica import Arrival

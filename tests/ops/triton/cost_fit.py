@@ -17,7 +17,7 @@ from dataclasses import astuple
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from octavo_bench.kernel_cases import head_case, layer_cases
+from octavo_bench.device.kernel_cases import head_case, layer_cases
 from octavo_kernels.triton.linear.skinny_gemm import SkinnyConfig
 from octavo_kernels.triton.tuning.linear_cost import CostConstants, Gpu, Product, microseconds
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from octavo.errors import ConfigError
-from octavo_bench.kernel_cases import head_case, layer_cases
-from octavo_bench.linear_case import Weights
+from octavo_bench.device.kernel_cases import head_case, layer_cases
+from octavo_bench.device.linear_case import Weights
 
 
 @pytest.mark.parametrize("name", ["qwen", "gpt2"])

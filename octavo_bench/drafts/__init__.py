@@ -1,0 +1,1 @@
+"""Speculative decoding: what drafts bring, and the training of a head that makes them."""

@@ -1,0 +1,1 @@
+"""Measurements of servers over HTTP, and their clients."""
