@@ -18,7 +18,6 @@ from octavo_bench.records.gpu_watch import GpuWatch, gpus
 from octavo_bench.records.plot_style import COLOURS, GREY, drawing, legend
 from octavo_bench.records.record_figures import OWN, Figure, figures, rows_of
 from octavo_bench.records.report_tables import number
-from octavo_bench.serving import first_minute
 
 MAX_BARS = 40
 """Of a panel; what comes later is left out, and the title says so."""
@@ -71,7 +70,7 @@ def draw(record: Mapping[str, Any], path: Path) -> None:
     if record["benchmark"] == "serve" and len(rows) > 1 and "workload" not in rows[0]:
         _loads(record, path)
     elif record["benchmark"] == "first-minute":
-        first_minute.draw(record["result"], _note(record), path)
+        _first_minute(record, path)
     else:
         _all(record, path)
 
@@ -80,6 +79,21 @@ def _note(record: Mapping[str, Any]) -> str:
     machine = record.get("machine", {})
     device = "; ".join(machine.get("gpus") or [machine.get("processor", "")])
     return f"{record.get('date', '')}, {device}: {record.get('command', '')}"
+
+
+def _first_minute(record: Mapping[str, Any], path: Path) -> None:
+    """Throughput and the 99th percentile of the time between tokens by second, a line for each engine."""
+    result = record["result"]
+    with drawing(path, f"{result['model']}: the first minute after a start", _note(record), 8.0, 5.0) as figure:
+        above, below = figure.subplots(2, 1, sharex=True)
+        for row, colour in zip(result["rows"], COLOURS, strict=False):
+            label = f"{row['case']}, ready after {row['ready_s']:.0f} s"
+            seconds = [point["second"] + 0.5 for point in row["by_second"]]
+            above.plot(seconds, [point["tokens"] for point in row["by_second"]], color=colour, label=label)
+            below.plot(seconds, [point["itl_p99"] for point in row["by_second"]], color=colour)
+        above.set(ylabel="output tokens/s", ylim=(0, None))
+        below.set(xlabel="seconds since the server was ready", ylabel="ITL, 99th percentile, ms", yscale="log")
+        above.legend()
 
 
 def _loads(record: Mapping[str, Any], path: Path) -> None:

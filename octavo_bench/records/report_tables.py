@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from octavo.errors import ConfigError
-from octavo_bench.device.timeline import CLASSES
 from octavo_bench.records.figure_table import is_figure, title
 from octavo_bench.records.record_figures import beside_measured, rows_of
 
@@ -45,7 +44,6 @@ LOAD_COLUMNS = {
 }
 LEAST_MS = 0.05
 """A gap between tokens below this is that of a client that reads several tokens at once: their ratio says nothing."""
-STEP_CLASSES = (*(label for label, _ in CLASSES), "other")
 PLACE = re.compile(r"<!-- report (\S+) -->\n.*?<!-- end -->", re.DOTALL)
 
 
@@ -179,15 +177,16 @@ def _loads(result: Mapping[str, Any]) -> str:
 
 def _profile(result: Mapping[str, Any]) -> str:
     """One row for each shape of step: milliseconds of wall time and of device work, and microseconds by class."""
+    classes = sorted({label for row in result["rows"] for label in row["us_by_class"]})
     header = ["step", "sequences", "tokens", "wall ms", "busy ms", "idle %", "inside %", "between %", "kernels"]
-    header += ["least GB", "TB/s", *(f"{label} µs" for label in STEP_CLASSES)]
+    header += ["least GB", "TB/s", *(f"{label} µs" for label in classes)]
     lines = []
     for row in result["rows"]:
         milliseconds, by_class = row["step_ms"]["median"], row["us_by_class"]
         line = [row["kind"], row["batch"], row["context"], milliseconds, row["busy_us"] / 1e3, row["idle_percent"]]
         line += [row["idle_inside_percent"], row["idle_between_percent"], row["kernels_per_step"]]
         line += [row["bytes"] / 1e9, row["bytes"] / milliseconds / 1e9]
-        lines.append([number(value) for value in [*line, *(by_class.get(label, 0.0) for label in STEP_CLASSES)]])
+        lines.append([number(value) for value in [*line, *(by_class.get(label, 0.0) for label in classes)]])
     return markdown_table(header, lines)
 
 

@@ -23,7 +23,6 @@ import numpy as np
 from octavo.config import cache_dir
 from octavo.errors import ConfigError
 from octavo_bench.dummy_models import model_folder
-from octavo_bench.records.plot_style import COLOURS, drawing
 from octavo_bench.serving.peer_process import vllm_environment
 from octavo_bench.serving.server_process import OCTAVO, Server
 from octavo_bench.serving.stream_reader import Ask, Streamed, completion, read_streams
@@ -145,17 +144,3 @@ def figures_of(answers: Sequence[Streamed], ready: float, seconds: float) -> dic
             for second, part in enumerate(gaps)
         ],
     }
-
-
-def draw(result: dict[str, Any], note: str, path: Path) -> None:
-    """Throughput and the 99th percentile of the time between tokens by second, a line for each engine."""
-    with drawing(path, f"{result['model']}: the first minute after a start", note, 8.0, 5.0) as figure:
-        above, below = figure.subplots(2, 1, sharex=True)
-        for row, colour in zip(result["rows"], COLOURS, strict=False):
-            label = f"{row['case']}, ready after {row['ready_s']:.0f} s"
-            seconds = [point["second"] + 0.5 for point in row["by_second"]]
-            above.plot(seconds, [point["tokens"] for point in row["by_second"]], color=colour, label=label)
-            below.plot(seconds, [point["itl_p99"] for point in row["by_second"]], color=colour)
-        above.set(ylabel="output tokens/s", ylim=(0, None))
-        below.set(xlabel="seconds since the server was ready", ylabel="ITL, 99th percentile, ms", yscale="log")
-        above.legend()
