@@ -28,7 +28,8 @@ class TuningPlan:
     """How much is measured."""
 
     seconds: float = float("inf")
-    """No bucket of rows is begun that would take longer, if it takes as long as the longest before it."""
+    """No bucket of rows, and no product of one, is begun that would take longer, if it takes as long as the longest
+    before it."""
     again: bool = False
     """Also products that were measured before."""
     report: Report = lambda share, key: None
@@ -55,7 +56,7 @@ def tune_kernels(send: Callable[[Message], Reply[Any]], plan: TuningPlan) -> int
         is_over = is_over or begun + longest - started > plan.seconds
         if is_over:
             break
-        keys = send(PrepareTuning(num_rows, plan.again)).wait()
+        keys = send(PrepareTuning(num_rows, plan.again, plan.seconds - (begun - started))).wait()
         preparing += time.monotonic() - begun
         if keys:
             logger.info("measuring kernels for %d matrix products of up to %d rows", len(keys), num_rows)

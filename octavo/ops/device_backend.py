@@ -38,8 +38,8 @@ Recorder = Callable[[], AbstractContextManager[Recording]]
 class Tuner(Protocol):
     """Measures kernels for the matrix products of a model."""
 
-    def prepare(self, rows: int, again: bool) -> list[str]:
-        """Compile what is to be measured for a number of rows; returns names for ``measure``."""
+    def prepare(self, rows: int, again: bool, seconds: float) -> list[str]:
+        """Compile what is to be measured for a number of rows, for about ``seconds``; returns names for ``measure``."""
         ...
 
     def measure(self, name: str) -> Mapping[str, Any] | None: ...

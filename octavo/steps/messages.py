@@ -302,11 +302,13 @@ class Compile(msgspec.Struct, frozen=True, array_like=True, tag=True):
 class PrepareTuning(msgspec.Struct, frozen=True, array_like=True, tag=True, gc=False):
     """Compile the kernels that may be the fastest for the model's matrix products of up to ``num_rows`` rows.
 
-    Returns the keys of the products to measure: those that nobody has measured on this GPU, or with ``again`` all.
+    Returns the keys of the products to measure: those that nobody has measured on this GPU, or with ``again`` all; of
+    them as many as are compiled in about ``seconds``, those with the largest weights first, and at least one.
     """
 
     num_rows: int
     again: bool = False
+    seconds: float = float("inf")
 
 
 class MeasureKernels(msgspec.Struct, frozen=True, array_like=True, tag=True, gc=False):

@@ -168,8 +168,8 @@ class KernelTuner:
     def execute(self, message: Tuning) -> Any:
         """See ``Executor``."""
         match message:
-            case PrepareTuning(num_rows, again):
-                return [] if self._products is None else self._products.prepare(num_rows, again)
+            case PrepareTuning(num_rows, again, seconds):
+                return [] if self._products is None else self._products.prepare(num_rows, again, seconds)
             case MeasureKernels(key):
                 return None if self._products is None else self._products.measure(key)
             case UseKernels(entries):

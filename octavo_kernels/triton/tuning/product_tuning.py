@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import functools
 import logging
+import math
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -19,6 +21,8 @@ from torch import Tensor
 from octavo.errors import CANCELLATIONS
 from octavo.ops.grouped_linear import LARGEST_COPY, Number, PackedGroups
 from octavo.ops.linear import Fused
+from octavo.system.cpus import num_cpus
+from octavo.system.kernel_compiler import compilers
 from octavo_kernels.hopper.pipelined_configs import pipelined_configs
 from octavo_kernels.hopper.streamed_configs import streamed_configs
 from octavo_kernels.triton.config_tables import ConfigTable
@@ -170,22 +174,41 @@ class ProductTuner:
         self._device = device
         self._prepared: dict[str, tuple[ProductUse, int]] = {}
 
-    def prepare(self, rows: int, again: bool, num_threads: int | None = None) -> list[str]:
+    def prepare(self, rows: int, again: bool, seconds: float = math.inf, num_threads: int | None = None) -> list[str]:
         """Compile the candidates for a bucket of rows, and return the names of the products to measure.
 
-        These are those without a measurement, or with ``again`` all.
+        These are those without a measurement, or with ``again`` all; of them as many as are compiled in about
+        ``seconds``, at least one.
         """
         found = {name_of(use, rows): (use, rows) for use in self._uses.values() if rows in use.row_buckets}
         if not again:
             found = {name: job for name, job in found.items() if job[0].key(rows) not in job[0].table.of(self._device)}
-        try:
-            self._compile(found.values(), num_threads)
-        except CANCELLATIONS:
-            raise
-        except BaseException as error:  # each is compiled again when it is measured, and left out if that fails
-            logger.info("a candidate cannot be compiled: %s", error)
+        started, longest, compiled = time.monotonic(), 0.0, set[str]()
+        for names in self._groups(found, seconds):
+            begun = time.monotonic()
+            if compiled and begun + longest - started > seconds:
+                break
+            try:
+                self._compile([found[name] for name in names], num_threads)
+            except CANCELLATIONS:
+                raise
+            except BaseException as error:  # each is compiled again when it is measured, and left out if that fails
+                logger.info("a candidate cannot be compiled: %s", error)
+            compiled.update(names)
+            longest = max(longest, time.monotonic() - begun)
+        found = {name: job for name, job in found.items() if name in compiled}
         self._prepared |= found
         return list(found)
+
+    def _groups(self, jobs: Mapping[str, tuple[ProductUse, int]], seconds: float) -> list[list[str]]:
+        """Products that are compiled at the same time, those with the largest weights first: as few as give each
+        process that compiles a kernel, or without a bound all."""
+        names = sorted(jobs, key=lambda name: -sum(map(_bytes_of, self._weights[jobs[name][0]])))
+        processes = compilers()
+        kernels = max((use.num_candidates for use, _ in jobs.values()), default=1)
+        size = max(1, (processes.count if processes else num_cpus()) // kernels)
+        size = max(1, len(names)) if seconds == math.inf else size
+        return [names[start : start + size] for start in range(0, len(names), size)]
 
     def _compile(self, jobs: Iterable[tuple[ProductUse, int]], num_threads: int | None) -> None:
         with torch.inference_mode(), pdl(), compiling(num_threads):
@@ -218,8 +241,7 @@ def measure(
     use: ProductUse, rows: int, configs: Sequence[Any], weights: Sequence[Weight], device: torch.device
 ) -> list[Timed]:
     """Times of those configurations that this device can run and that give the right result."""
-    num_bytes = weights[0].num_bytes if isinstance(weights[0], PackedGroups) else weights[0].nbytes
-    turns = max(2, min(MOST_TURNS, triton.cdiv(TURN_BYTES, num_bytes)))
+    turns = max(2, min(MOST_TURNS, triton.cdiv(TURN_BYTES, _bytes_of(weights[0]))))
     in_turn = [weights[i % len(weights)] for i in range(turns)]
     found = []
     try:
@@ -234,6 +256,10 @@ def measure(
     except BaseException as failure:  # of the reference, or for want of memory
         logger.info("%s cannot be measured: %s", name_of(use, rows), failure)
     return found
+
+
+def _bytes_of(weight: Weight) -> int:
+    return weight.num_bytes if isinstance(weight, PackedGroups) else weight.nbytes
 
 
 def _time(use: ProductUse, given: Operands, weights: Sequence[Weight], config: Any, expected: Tensor) -> float | None:

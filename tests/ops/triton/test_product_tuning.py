@@ -155,6 +155,7 @@ def test_what_is_in_the_table_is_measured_on_request_alone(
 ) -> None:
     tuner = ProductTuner(uses_of(collected(device)), torch.device(device))
     monkeypatch.setattr(product_tuning, "compiling", lambda num_threads: product_tuning.pdl())
+    monkeypatch.setattr(product_tuning, "num_cpus", lambda: 1)
     for kind in (LinearUse, GroupedUse):
         monkeypatch.setattr(kind, "run", lambda self, given, weight, config: None)
     names = [name_of(use, 16) for use in USES]
@@ -166,6 +167,7 @@ def test_what_is_in_the_table_is_measured_on_request_alone(
     assert tuner.prepare(16, again=False) == [*names[1:3], *names[4:]]
     assert tuner.prepare(16, again=True) == names
     assert tuner.prepare(8, again=True) == [name_of(use, 8) for use in GROUPED]  # no bucket of 16-bit weights
+    assert tuner.prepare(16, again=True, seconds=0) == names[2:3], "not that with the largest weight alone"
 
 
 @pytest.mark.parametrize(
