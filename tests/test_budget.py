@@ -57,7 +57,7 @@ BOUNDS = {
     "small modules with one importer, in their own folder": Bound(32, 14),
     "files that a chat request enters": Bound(29, 6),
     "files that a request enters in the engine process": Bound(48, 6),
-    "folders with many loose files": Bound(4, 1),
+    "folders with many loose files": Bound(2, 1),
     "names of several modules": Bound(60, 14),
     "class names of several modules": Bound(20, 10),
 }
