@@ -56,6 +56,8 @@ class Counted(msgspec.Struct, kw_only=True):
     output_format: dict[str, Any] | None = None
     thinking: dict[str, Any] | None = None
     context_management: dict[str, Any] | None = None
+    chat_template_kwargs: dict[str, Any] = {}
+    """vLLM's, as ``cache_salt`` of a message is."""
 
 
 class MessageBody(Counted, kw_only=True):
@@ -69,6 +71,7 @@ class MessageBody(Counted, kw_only=True):
     top_p: float | None = None
     metadata: dict[str, Any] = {}
     cache_control: Any = None
+    cache_salt: str = ""
     timeout: float | None = None
     return_token_ids: bool = False
 
@@ -114,7 +117,7 @@ def translated(body: Counted, services: ModelServices) -> Translated:
         parallel_tool_calls=is_parallel,
         add_generation_prompt=not is_begun,
         continue_final_message=is_begun,
-        chat_template_kwargs=_thinking(body.thinking, services),
+        chat_template_kwargs=_thinking(body.thinking, services) | body.chat_template_kwargs,
         response_format=_response_format(body),
         reasoning_effort=_effort(body),
         sampling=sampling(thinking_token_budget=_budget(body.thinking)),
@@ -147,6 +150,7 @@ def translated_message(body: MessageBody, services: ModelServices) -> Translated
         sampling=conversation.chat.sampling
         | sampling(temperature=body.temperature, top_k=body.top_k, top_p=body.top_p),
         user=user,
+        cache_salt=body.cache_salt,
         timeout=body.timeout,
         return_token_ids=body.return_token_ids,
     )
@@ -164,7 +168,9 @@ def _retention(body: MessageBody) -> str | None:
 
 def wants_thinking(body: Counted) -> bool:
     """Whether the response includes reasoning."""
-    return body.thinking is not None and body.thinking.get("type") != "disabled"
+    if body.thinking is None:
+        return body.chat_template_kwargs.get("enable_thinking") is True
+    return bool(body.thinking.get("type") != "disabled")
 
 
 def _thinking(thinking: dict[str, Any] | None, services: ModelServices) -> dict[str, Any]:

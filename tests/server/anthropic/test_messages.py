@@ -156,6 +156,25 @@ def test_every_key_that_the_api_requires_is_there(caller: Served) -> None:
     assert post(caller, messages=history, tools=TOOLS).status_code == 200
 
 
+def test_fields_of_vllm(caller: Served) -> None:
+    """Options of the chat template come before what ``thinking`` says, and a salt keeps cached prompts apart."""
+    for thinks in (True, False):
+        answer = post(caller, max_tokens=200, chat_template_kwargs={"enable_thinking": thinks}, cache_salt="a").json()
+        assert prompt(caller).endswith("think") == thinks
+        assert answer["content"][0]["type"] == ("thinking" if thinks else "text")
+    counted = [
+        caller.client.post(
+            "/v1/messages/count_tokens",
+            json={"messages": MESSAGES, "chat_template_kwargs": {"enable_thinking": thinks}},
+        ).json()["input_tokens"]
+        for thinks in (True, False)
+    ]
+    assert counted[0] - counted[1] == len("think")
+    assert caller.engine.requests[-1].cache_salt == "a"
+    refused = post(caller, cache_salt="x" * 257)
+    assert (refused.status_code, "'cache_salt'" in refused.json()["error"]["message"]) == (400, True)
+
+
 def test_a_begun_reply_goes_on(server: Served) -> None:
     assert post(server, messages=[*MESSAGES, {"role": "assistant", "content": "The"}]).status_code == 200
     assert prompt(server) == PROMPT + "The"
