@@ -25,10 +25,10 @@ import msgspec
 
 from octavo.config import EngineConfig, SchedulerSettings
 from octavo.engine.engine import Engine
-from octavo.engine.schedule_delay import ScheduleDelay
-from octavo.engine.step_budget import StepBudget
-from octavo.engine.step_model import StepWork
-from octavo.engine.step_times import REST, TimedRunner
+from octavo.engine.timing.schedule_delay import ScheduleDelay
+from octavo.engine.timing.step_budget import StepBudget
+from octavo.engine.timing.step_model import StepWork
+from octavo.engine.timing.step_times import REST, TimedRunner
 from octavo.errors import ConfigError
 from octavo.types import EngineInfo, Request
 from octavo_bench.offline import about_engine, build_prepared

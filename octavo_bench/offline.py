@@ -25,7 +25,7 @@ from octavo.build.build_engine import build_engine
 from octavo.build.device_settings import resolve_device
 from octavo.config import EngineConfig, to_flat
 from octavo.engine.engine import Engine
-from octavo.engine.graph_dispatcher import PREPARING
+from octavo.engine.runner.graph_dispatcher import PREPARING
 from octavo.errors import ConfigError
 from octavo.sampling_params import SamplingParams
 from octavo.system.collector import leave_out_what_exists

@@ -19,7 +19,7 @@ from itertools import chain
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from octavo.engine.proposer import Proposal
+from octavo.engine.speculative.proposer import Proposal
 from octavo.errors import RunnerError
 from octavo.types import (
     ON_DEVICE,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from octavo.engine.proposer import Proposal
-from octavo.engine.speculation import Speculation
+from octavo.engine.speculative.proposer import Proposal
+from octavo.engine.speculative.speculation import Speculation
 from octavo.types import Sequence
 
 Guesses = Callable[[Sequence], list[int]]

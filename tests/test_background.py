@@ -23,7 +23,7 @@ def loop():
 
 def wait_for_a_sleeper():
     from types import SimpleNamespace
-    from octavo.engine.step_runner import StepRunner
+    from octavo.engine.runner.step_runner import StepRunner
     send = lambda message: SimpleNamespace(wait=lambda: None)
     runner = StepRunner(SimpleNamespace(send=send, runs_ahead=False), None)
     runner.sleep()

@@ -12,8 +12,8 @@ import torch
 
 from octavo.build.device_settings import quant_method, weight_format
 from octavo.config import EngineConfig
-from octavo.engine.proposer import DeviceDrafts, NgramProposer, Proposer
-from octavo.engine.suffix import SuffixProposer
+from octavo.engine.speculative.proposer import DeviceDrafts, NgramProposer, Proposer
+from octavo.engine.speculative.suffix import SuffixProposer
 from octavo.errors import CheckpointError, ConfigError
 from octavo.models.config import ModelConfig
 from octavo.models.drafters.dflash import DFlashModel, DFlashSettings

@@ -16,9 +16,9 @@ import torch
 
 from octavo.cache.kv_cache import KVCache
 from octavo.config import EngineConfig, parse_lora_modules
-from octavo.engine.adapter_numbers import LoadedAdapters
-from octavo.engine.encoder_runner import EncoderRunner
 from octavo.engine.engine import Engine
+from octavo.engine.runner.adapter_numbers import LoadedAdapters
+from octavo.engine.runner.encoder_runner import EncoderRunner
 from octavo.engine.scheduler import Scheduler
 from octavo.errors import ConfigError
 from octavo.layers.lora import AdapterRows

@@ -33,18 +33,18 @@ from octavo.config import (
     parse_lora_modules,
     to_flat,
 )
-from octavo.engine.adapter_numbers import LoadedAdapters
-from octavo.engine.draft_choice import DraftChoice
 from octavo.engine.engine import Engine
-from octavo.engine.expert_balance import BalancedRunner
-from octavo.engine.kernel_tuning import TuningPlan
 from octavo.engine.protocols import EngineBackend
-from octavo.engine.route_reading import RouteReading
+from octavo.engine.runner.adapter_numbers import LoadedAdapters
+from octavo.engine.runner.expert_balance import BalancedRunner
+from octavo.engine.runner.kernel_tuning import TuningPlan
+from octavo.engine.runner.route_reading import RouteReading
+from octavo.engine.runner.step_runner import BlockMessages, StepRunner, WeightMessages
 from octavo.engine.scheduler import Scheduler
 from octavo.engine.sequence_images import ImageSettings
-from octavo.engine.speculation import Speculation
-from octavo.engine.step_runner import BlockMessages, StepRunner, WeightMessages
-from octavo.engine.step_times import logged
+from octavo.engine.speculative.draft_choice import DraftChoice
+from octavo.engine.speculative.speculation import Speculation
+from octavo.engine.timing.step_times import logged
 from octavo.errors import ConfigError
 from octavo.models.config import ModelConfig
 from octavo.models.config_checks import check_dummy, check_sizes, eos_token_ids

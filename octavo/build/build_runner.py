@@ -7,12 +7,12 @@ from functools import partial
 from pathlib import Path
 
 from octavo.config import ModelSettings
-from octavo.engine.graph_dispatcher import GraphDispatcher
-from octavo.engine.kernel_tuning import NO_TUNING, TuningPlan, plan_of
-from octavo.engine.persistent_batch import PersistentBatch
+from octavo.engine.runner.graph_dispatcher import GraphDispatcher
+from octavo.engine.runner.kernel_tuning import NO_TUNING, TuningPlan, plan_of
+from octavo.engine.runner.persistent_batch import PersistentBatch
+from octavo.engine.runner.step_encoder import StepEncoder
+from octavo.engine.runner.step_runner import StepRunner, compute_padding
 from octavo.engine.sequence_images import ImageSettings
-from octavo.engine.step_encoder import StepEncoder
-from octavo.engine.step_runner import StepRunner, compute_padding
 from octavo.grammar.masks import MatcherMasks
 from octavo.grammar.matchers import GrammarError
 from octavo.grammar.vocabulary import Vocabulary

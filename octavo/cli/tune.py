@@ -28,7 +28,7 @@ def run(args: argparse.Namespace) -> int:
 
     from octavo.build.build_engine import build_engine
     from octavo.build.device_settings import resolve_device
-    from octavo.engine.kernel_tuning import TuningPlan
+    from octavo.engine.runner.kernel_tuning import TuningPlan
     from octavo.ops.device_backend import backend_of, is_gpu
 
     device = resolve_device(config.model.device)

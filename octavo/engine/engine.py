@@ -11,8 +11,8 @@ from octavo.cache.console_view import view_of
 from octavo.cache.kv_events import KVEvent
 from octavo.engine.logits_processors import Processors, make_processors
 from octavo.engine.protocols import Adapters, Grammars, Runner, Sleeper, SubmittedStep, WeightChanger
-from octavo.engine.schedule_delay import ScheduleDelay
 from octavo.engine.scheduler import Scheduler
+from octavo.engine.timing.schedule_delay import ScheduleDelay
 from octavo.errors import CANCELLATIONS, CheckpointError, InvalidParameter, ModelNotFound, RunnerError
 from octavo.telemetry.cache_view import CacheView, SessionOrder, SessionReport
 from octavo.telemetry.events import Event

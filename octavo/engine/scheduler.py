@@ -17,12 +17,12 @@ from octavo.config import SchedulerSettings
 from octavo.engine.fault_isolation import FaultIsolation, divided
 from octavo.engine.policies import make_policy
 from octavo.engine.policies.policy import VICTIMS, PolicyContext
-from octavo.engine.route_reading import RouteReading
+from octavo.engine.runner.route_reading import RouteReading
 from octavo.engine.scheduled import apply_result, error_output, take
 from octavo.engine.sequence_admission import SequenceAdmission
 from octavo.engine.sequence_images import Images, ImageSettings
-from octavo.engine.speculation import NO_DRAFTS, Drafts, Speculation, num_proposed
-from octavo.engine.step_budget import StepBudget
+from octavo.engine.speculative.speculation import NO_DRAFTS, Drafts, Speculation, num_proposed
+from octavo.engine.timing.step_budget import StepBudget
 from octavo.errors import ConfigError, ContextLengthExceeded, InvalidParameter, RunnerError
 from octavo.steps.limits import RopeSets
 from octavo.telemetry.events import EventLog

@@ -14,7 +14,7 @@ from octavo.cache.kv_cache import KVCache
 from octavo.cache.node import Node
 from octavo.engine.policies.policy import Policy
 from octavo.engine.sequence_images import Images
-from octavo.engine.step_budget import StepBudget
+from octavo.engine.timing.step_budget import StepBudget
 from octavo.steps.limits import RopeSets
 from octavo.telemetry.events import EventLog
 from octavo.types import EngineStats, Sequence, Status

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy.typing as npt
 
-from octavo.engine.route_reading import as_array
+from octavo.engine.runner.route_reading import as_array
 from octavo.llm.outputs import CompletionOutput, RequestMetrics, RequestOutput, logprobs_by_token
 from octavo.model_info import RoutesInfo
 from octavo.text.text_stream import TextStream

@@ -13,7 +13,7 @@ import torch
 
 from octavo.build.device_settings import resolve_kv_dtype, weight_format
 from octavo.config import EngineConfig, ModelSettings
-from octavo.engine.step_model import StepWork
+from octavo.engine.timing.step_model import StepWork
 from octavo.errors import CheckpointError, ConfigError
 from octavo.models.config import ModelConfig
 from octavo.models.encoder import EncoderConfig

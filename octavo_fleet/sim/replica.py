@@ -12,8 +12,8 @@ from octavo.cache.radix_tree import RadixTree
 from octavo.config import CacheSettings, SchedulerSettings
 from octavo.engine.engine import Engine
 from octavo.engine.scheduler import Scheduler
-from octavo.engine.step_model import work_of
-from octavo.engine.step_times import REST
+from octavo.engine.timing.step_model import work_of
+from octavo.engine.timing.step_times import REST
 from octavo.errors import RequestError
 from octavo.steps.limits import StateSize
 from octavo.types import EngineStats, Masks, Output, Plan, Sampled, Sequence

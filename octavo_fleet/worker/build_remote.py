@@ -16,7 +16,7 @@ from octavo.cache.kv_events import KVEvents
 from octavo.config import EngineConfig
 from octavo.engine.engine import Engine
 from octavo.engine.scheduler import Scheduler
-from octavo.engine.step_times import logged
+from octavo.engine.timing.step_times import logged
 from octavo.errors import ConfigError
 from octavo.models.layer_cache import KVGroup, LayerCacheSpec
 from octavo.runtime import memory

@@ -9,10 +9,10 @@ import pytest
 
 from octavo.cache.kv_cache import KVCache
 from octavo.engine.engine import Engine
-from octavo.engine.proposer import Proposal
 from octavo.engine.scheduler import Scheduler
 from octavo.engine.sequence_images import ImageSettings
-from octavo.engine.speculation import Speculation
+from octavo.engine.speculative.proposer import Proposal
+from octavo.engine.speculative.speculation import Speculation
 from octavo.errors import InvalidParameter
 from octavo.steps.limits import StateSize
 from octavo.types import ImageInput, Request, Sequence

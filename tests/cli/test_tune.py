@@ -12,7 +12,7 @@ import octavo.build.build_engine
 import octavo.build.device_settings
 from octavo.cli import EXIT_ERROR, main
 from octavo.config import EngineConfig
-from octavo.engine.kernel_tuning import TuningPlan
+from octavo.engine.runner.kernel_tuning import TuningPlan
 
 
 class FakeEngine:

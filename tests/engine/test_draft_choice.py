@@ -7,12 +7,12 @@ import random
 import pytest
 
 from octavo.cache.kv_cache import KVCache
-from octavo.engine.draft_choice import STEPS_BETWEEN_MEASUREMENTS, AcceptanceRates, DraftChoice
-from octavo.engine.drafter_switch import LONGEST_REST, TRIAL, DrafterSwitch
-from octavo.engine.proposer import DeviceDrafts, Proposal
 from octavo.engine.scheduler import Scheduler
-from octavo.engine.speculation import Speculation
-from octavo.engine.step_costs import LEAST_SEEN, StepCosts
+from octavo.engine.speculative.draft_choice import STEPS_BETWEEN_MEASUREMENTS, AcceptanceRates, DraftChoice
+from octavo.engine.speculative.drafter_switch import LONGEST_REST, TRIAL, DrafterSwitch
+from octavo.engine.speculative.proposer import DeviceDrafts, Proposal
+from octavo.engine.speculative.speculation import Speculation
+from octavo.engine.timing.step_costs import LEAST_SEEN, StepCosts
 from octavo.sampling_params import SamplingParams
 from octavo.steps.graph_shapes import NO_DRAFTER
 from octavo.types import Plan, Sampled, Scheduled, Sequence, Status

@@ -6,8 +6,8 @@ import random
 
 import pytest
 
-from octavo.engine.persistent_batch import PersistentBatch
-from octavo.engine.step_encoder import StepEncoder
+from octavo.engine.runner.persistent_batch import PersistentBatch
+from octavo.engine.runner.step_encoder import StepEncoder
 from octavo.steps.graph_shapes import (
     GraphLimits,
     StepKind,

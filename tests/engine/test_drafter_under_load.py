@@ -11,11 +11,11 @@ from collections.abc import Callable
 import pytest
 
 from octavo.cache.kv_cache import KVCache
-from octavo.engine.draft_choice import DraftChoice
 from octavo.engine.engine import Engine
-from octavo.engine.proposer import DeviceDrafts
 from octavo.engine.scheduler import Scheduler
-from octavo.engine.speculation import Speculation
+from octavo.engine.speculative.draft_choice import DraftChoice
+from octavo.engine.speculative.proposer import DeviceDrafts
+from octavo.engine.speculative.speculation import Speculation
 from octavo.sampling_params import SamplingParams
 from octavo.steps.graph_shapes import NO_DRAFTER, StepKind, StepShape, padded_shape
 from octavo.types import Masks, Plan, Sampled

@@ -9,10 +9,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from octavo.engine import step_budget
 from octavo.engine.engine import Engine
-from octavo.engine.proposer import NO_PROPOSAL, Proposal
-from octavo.engine.speculation import Speculation
+from octavo.engine.speculative.proposer import NO_PROPOSAL, Proposal
+from octavo.engine.speculative.speculation import Speculation
+from octavo.engine.timing import step_budget
 from octavo.errors import InvalidParameter
 from octavo.sampling_params import SamplingParams
 from octavo.types import Masks, Plan, Request, Sequence

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from octavo.engine.expert_balance import (
+from octavo.engine.runner.expert_balance import (
     LEAST_GAIN,
     MOST_MIXTURES,
     STEPS_BETWEEN_LOOKS,

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from octavo.config import ModelSettings
-from octavo.engine import kernel_tuning
-from octavo.engine.kernel_tuning import TUNED_ROWS, TuningPlan, plan_of, tune_kernels
+from octavo.engine.runner import kernel_tuning
+from octavo.engine.runner.kernel_tuning import TUNED_ROWS, TuningPlan, plan_of, tune_kernels
 from octavo.steps.messages import MeasureKernels, Message, PrepareTuning, UseKernels, pack, unpack
 
 ENTRY = {"kernel": "cublas"}

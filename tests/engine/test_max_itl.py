@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from octavo.config import SchedulerSettings
-from octavo.engine.step_budget import LEAST_CHUNK
+from octavo.engine.timing.step_budget import LEAST_CHUNK
 from octavo.sampling_params import SamplingParams
 from octavo.types import Plan, Request
 from tests.engine.making import make_engine, make_request, planned

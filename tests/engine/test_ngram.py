@@ -6,8 +6,8 @@ import random
 
 import pytest
 
-from octavo.engine.proposer import NgramProposer, Seen
-from octavo.engine.speculation import Speculation
+from octavo.engine.speculative.proposer import NgramProposer, Seen
+from octavo.engine.speculative.speculation import Speculation
 from octavo.speculative_config import Ngram
 from tests.engine.making import make_engine, make_request, run_to_end, tokens_of
 from tests.operations import count_lines

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from octavo.engine.persistent_batch import PersistentBatch
+from octavo.engine.runner.persistent_batch import PersistentBatch
 from octavo.types import GroupBlocks, Sequence, Status
 from tests.engine.making import make_request
 

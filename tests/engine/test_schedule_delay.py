@@ -8,8 +8,8 @@ import pytest
 
 from octavo.cache.kv_cache import KVCache
 from octavo.engine.engine import Engine
-from octavo.engine.schedule_delay import MARGIN, NUM_SEEN, PRUDENCE, ScheduleDelay
 from octavo.engine.scheduler import Scheduler
+from octavo.engine.timing.schedule_delay import MARGIN, NUM_SEEN, PRUDENCE, ScheduleDelay
 from octavo.errors import RunnerError
 from octavo.sampling_params import SamplingParams
 from octavo.types import Masks, Plan, Request, Sampled

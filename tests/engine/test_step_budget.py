@@ -12,8 +12,13 @@ import pytest
 from octavo.cache.kv_cache import KVCache
 from octavo.config import SchedulerSettings
 from octavo.engine.scheduler import Scheduler
-from octavo.engine.step_budget import FULL_ROWS, NUM_FIRST_TRIALS, STEPS_BETWEEN_FIRST_TRIALS, STEPS_BETWEEN_TRIALS
-from octavo.engine.step_model import StepModel, StepWork, work_of
+from octavo.engine.timing.step_budget import (
+    FULL_ROWS,
+    NUM_FIRST_TRIALS,
+    STEPS_BETWEEN_FIRST_TRIALS,
+    STEPS_BETWEEN_TRIALS,
+)
+from octavo.engine.timing.step_model import StepModel, StepWork, work_of
 from octavo.sampling_params import SamplingParams
 from octavo.types import Plan, Request, Scheduled, Sequence
 from tests.engine.virtual import StepCost, VirtualEngine, VirtualProgress

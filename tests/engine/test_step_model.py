@@ -8,7 +8,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from octavo.engine.step_model import StepModel, StepWork, work_of
+from octavo.engine.timing.step_model import StepModel, StepWork, work_of
 from tests.engine.making import make_engine, make_request
 
 

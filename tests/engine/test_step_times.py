@@ -10,8 +10,8 @@ import pytest
 from octavo.cache.kv_cache import KVCache
 from octavo.engine.engine import Engine
 from octavo.engine.scheduler import Scheduler
-from octavo.engine.step_model import StepWork
-from octavo.engine.step_times import TimedRunner, logged
+from octavo.engine.timing.step_model import StepWork
+from octavo.engine.timing.step_times import TimedRunner, logged
 from octavo.errors import ConfigError, RunnerError
 from octavo.types import Masks, Plan, Sampled
 from octavo_bench.overhead import InstantRunner, InstantStep

@@ -7,8 +7,8 @@ from collections import Counter
 
 import pytest
 
-from octavo.engine.speculation import Speculation
-from octavo.engine.suffix import CONTEXT, MOST_MATCHES, NOTHING, MatchChains, RecentAnswers, SuffixProposer
+from octavo.engine.speculative.speculation import Speculation
+from octavo.engine.speculative.suffix import CONTEXT, MOST_MATCHES, NOTHING, MatchChains, RecentAnswers, SuffixProposer
 from octavo.speculative_config import Suffix
 from octavo.types import Sequence
 from tests.engine.making import make_engine, make_request, run_to_end, tokens_of

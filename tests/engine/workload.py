@@ -13,11 +13,11 @@ from octavo.cache.group_cache import GroupSize
 from octavo.cache.kv_cache import KVCache
 from octavo.cache.node import Node
 from octavo.config import SchedulerSettings
-from octavo.engine.draft_choice import DraftChoice
 from octavo.engine.engine import Engine
 from octavo.engine.scheduler import Scheduler
-from octavo.engine.speculation import Speculation
-from octavo.engine.step_budget import StepBudget
+from octavo.engine.speculative.draft_choice import DraftChoice
+from octavo.engine.speculative.speculation import Speculation
+from octavo.engine.timing.step_budget import StepBudget
 from octavo.sampling_params import SamplingParams
 from octavo.steps.limits import StateSize
 from octavo.types import Output, Request, Sequence

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from octavo.engine import expert_balance
+from octavo.engine.runner import expert_balance
 from octavo.layers.expert_parallel import ExpertPlacement, PartialMixture
 from octavo.layers.experts import DenseMixture, GroupedMixture
 from octavo.ops.collective import SINGLE_RANK

@@ -14,7 +14,7 @@ import pytest
 from octavo.cache.kv_cache import KVCache
 from octavo.engine.engine import Engine
 from octavo.engine.scheduler import Scheduler
-from octavo.engine.speculation import Speculation
+from octavo.engine.speculative.speculation import Speculation
 from octavo.grammar import forms
 from octavo.grammar.masks import TOO_SLOW, MatcherMasks, MatcherProgress
 from octavo.grammar.matchers import GrammarError, compile_matcher, fill_mask, make_tokenizer, new_mask, normalised

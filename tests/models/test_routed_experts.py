@@ -15,7 +15,7 @@ from octavo.build import build_engine as build
 from octavo.build.build_executor import ExecutorParts
 from octavo.config import EngineConfig
 from octavo.engine.engine import Engine
-from octavo.engine.route_reading import RouteReading, as_array
+from octavo.engine.runner.route_reading import RouteReading, as_array
 from octavo.errors import ConfigError, InvalidParameter
 from octavo.runtime.executors.stream_executor import StreamExecutor
 from octavo.types import Request

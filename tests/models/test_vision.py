@@ -18,8 +18,8 @@ from transformers import PreTrainedModel
 
 from octavo import LLM, RequestOutput, SamplingParams
 from octavo.build import build_executor
+from octavo.engine.runner.step_runner import StepRunner
 from octavo.engine.sequence_images import rope_shifts
-from octavo.engine.step_runner import StepRunner
 from octavo.errors import CheckpointError, InvalidParameter, RunnerError
 from octavo.images.preparer import placed
 from octavo.runtime.executors.stream_executor import StreamExecutor

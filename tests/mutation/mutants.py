@@ -16,6 +16,7 @@ class Mutant(NamedTuple):
 
 
 SCHEDULER = "engine/scheduler.py"
+STEP_BUDGET = "engine/timing/step_budget.py"
 ADMISSION = "engine/sequence_admission.py"
 POLICIES = "engine/policies/"
 
@@ -66,13 +67,13 @@ MUTANTS = [
         "if not waiting:",
     ),
     Mutant(
-        "engine/proposer.py",
+        "engine/speculative/proposer.py",
         "for length in self.lengths:\n            start",
         "for length in self.lengths[:1]:\n            start",
     ),
-    Mutant("engine/proposer.py", "self._num_seen = max(self._num_seen, last - 1)", "self._num_seen = last"),
-    Mutant("engine/proposer.py", "grown[len(grown) - (last - start)]", "grown[0]"),
-    Mutant("engine/proposer.py", "num_pending + count)[num_pending:]", "count)"),
+    Mutant("engine/speculative/proposer.py", "self._num_seen = max(self._num_seen, last - 1)", "self._num_seen = last"),
+    Mutant("engine/speculative/proposer.py", "grown[len(grown) - (last - start)]", "grown[0]"),
+    Mutant("engine/speculative/proposer.py", "num_pending + count)[num_pending:]", "count)"),
     Mutant("engine/scheduled.py", "seq.num_rejected += num_rejected", "pass"),
     Mutant("types.py", "return self.start - (self.seq.num_rejected - self.num_rejected)", "return self.start"),
     # Queues and policies.
@@ -99,11 +100,11 @@ MUTANTS = [
     Mutant(ADMISSION, "if not has_place:", "if True:"),
     Mutant(POLICIES + "round_robin.py", "if self._had_its_turn(seq):", "if False:"),
     Mutant("engine/policies/policy.py", "return min(candidates, key", "return max(candidates, key"),
-    Mutant("engine/step_budget.py", "num_pending > 0 and num_cut < num_running and ", "num_cut < num_running and "),
-    Mutant("engine/step_budget.py", "np.maximum(seconds - alone, 0) + delay", "np.maximum(seconds - alone, 0)"),
-    Mutant("engine/step_budget.py", "np.maximum(seconds - alone, 0) + delay", "seconds + delay"),
-    Mutant("engine/step_budget.py", "max(num_rows, num_running + LEAST_CHUNK)", "num_rows"),
-    Mutant("engine/step_model.py", "seconds = min(seconds, OUTLIER * expected) or seconds", "pass"),
+    Mutant(STEP_BUDGET, "num_pending > 0 and num_cut < num_running and ", "num_cut < num_running and "),
+    Mutant(STEP_BUDGET, "np.maximum(seconds - alone, 0) + delay", "np.maximum(seconds - alone, 0)"),
+    Mutant(STEP_BUDGET, "np.maximum(seconds - alone, 0) + delay", "seconds + delay"),
+    Mutant(STEP_BUDGET, "max(num_rows, num_running + LEAST_CHUNK)", "num_rows"),
+    Mutant("engine/timing/step_model.py", "seconds = min(seconds, OUTLIER * expected) or seconds", "pass"),
     # Blocks.
     Mutant("cache/kv_cache.py", "least = (len(seq.tokens) - 1) // self", "least = len(seq.tokens) // self"),
     Mutant("cache/kv_cache.py", "if least == max(depths):", "if True:"),

@@ -13,8 +13,8 @@ from octavo.cache.kv_cache import KVCache
 from octavo.config import EngineConfig
 from octavo.engine.engine import Engine
 from octavo.engine.scheduler import Scheduler
-from octavo.engine.step_model import work_of
-from octavo.engine.step_times import REST
+from octavo.engine.timing.step_model import work_of
+from octavo.engine.timing.step_times import REST
 from octavo.errors import ConfigError
 from octavo.llm import LLM
 from octavo.sampling_params import SamplingParams

@@ -6,10 +6,10 @@ from typing import Any
 
 import torch
 
-from octavo.engine.graph_dispatcher import GraphDispatcher
-from octavo.engine.persistent_batch import PersistentBatch
-from octavo.engine.step_encoder import StepEncoder
-from octavo.engine.step_runner import StepRunner
+from octavo.engine.runner.graph_dispatcher import GraphDispatcher
+from octavo.engine.runner.persistent_batch import PersistentBatch
+from octavo.engine.runner.step_encoder import StepEncoder
+from octavo.engine.runner.step_runner import StepRunner
 from octavo.models.model_adapters import ModelAdapters
 from octavo.runtime.executors.host_executor import HostExecutor
 from octavo.runtime.executors.step_program import Forward

@@ -9,9 +9,9 @@ from typing import Any
 import msgspec
 from torch import Tensor
 
-from octavo.engine.persistent_batch import PersistentBatch
-from octavo.engine.step_encoder import StepEncoder
-from octavo.engine.step_runner import StepRunner
+from octavo.engine.runner.persistent_batch import PersistentBatch
+from octavo.engine.runner.step_encoder import StepEncoder
+from octavo.engine.runner.step_runner import StepRunner
 from octavo.runtime.executors.host_executor import HostExecutor
 from octavo.steps.graph_shapes import exact_shape
 from octavo.steps.limits import StepLimits

@@ -11,8 +11,8 @@ from octavo.cache.kv_cache import KVCache
 from octavo.cache.offload import Identity, Offload
 from octavo.cache.tiers import HostTier
 from octavo.engine.engine import Engine
+from octavo.engine.runner.step_runner import BlockMessages
 from octavo.engine.scheduler import Scheduler
-from octavo.engine.step_runner import BlockMessages
 from octavo.models.layer_cache import kv_groups
 from octavo.runtime.kv_storage import KVStorage
 from octavo.sampling_params import SamplingParams

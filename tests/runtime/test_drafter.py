@@ -12,9 +12,9 @@ from torch import Tensor
 
 from octavo.cache.kv_cache import KVCache
 from octavo.engine.engine import Engine
-from octavo.engine.proposer import DeviceDrafts
 from octavo.engine.scheduler import Scheduler
-from octavo.engine.speculation import Speculation
+from octavo.engine.speculative.proposer import DeviceDrafts
+from octavo.engine.speculative.speculation import Speculation
 from octavo.models.layer_cache import kv_groups
 from octavo.ops import dispatch
 from octavo.ops.dispatch import REFERENCE

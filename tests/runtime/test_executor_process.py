@@ -15,11 +15,11 @@ import torch
 
 from octavo.cache.group_cache import GroupSize
 from octavo.cache.kv_cache import KVCache
-from octavo.engine.adapter_numbers import LoadedAdapters
 from octavo.engine.engine import Engine
-from octavo.engine.graph_dispatcher import GraphDispatcher
+from octavo.engine.runner.adapter_numbers import LoadedAdapters
+from octavo.engine.runner.graph_dispatcher import GraphDispatcher
+from octavo.engine.runner.step_runner import BlockMessages
 from octavo.engine.scheduler import Scheduler
-from octavo.engine.step_runner import BlockMessages
 from octavo.models.layer_cache import kv_groups
 from octavo.models.registry import read_config
 from octavo.ops import dispatch

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from octavo import ops
-from octavo.engine.kernel_tuning import TUNED_ROWS, TuningPlan, tune_kernels
+from octavo.engine.runner.kernel_tuning import TUNED_ROWS, TuningPlan, tune_kernels
 from octavo.models.layer_cache import kv_groups
 from octavo.models.registry import load_model, read_config
 from octavo.ops import dispatch

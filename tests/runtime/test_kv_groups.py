@@ -18,8 +18,8 @@ import torch
 from octavo.cache.group_cache import GroupSize
 from octavo.cache.kv_cache import KVCache
 from octavo.engine.engine import Engine
+from octavo.engine.runner.step_runner import compute_padding
 from octavo.engine.scheduler import Scheduler
-from octavo.engine.step_runner import compute_padding
 from octavo.models.layer_cache import KVGroup, LayerCacheSpec, kv_groups
 from octavo.ops import dispatch
 from octavo.ops.dispatch import REFERENCE

@@ -12,9 +12,9 @@ import torch
 
 from octavo.cache.kv_cache import KVCache
 from octavo.engine.engine import Engine
+from octavo.engine.runner.step_encoder import NOT_NUMBERS
 from octavo.engine.scheduler import Scheduler
-from octavo.engine.speculation import Speculation
-from octavo.engine.step_encoder import NOT_NUMBERS
+from octavo.engine.speculative.speculation import Speculation
 from octavo.errors import RunnerError
 from octavo.layers.embedding import Embedding
 from octavo.models.layer_cache import kv_groups

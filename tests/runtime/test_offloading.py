@@ -16,7 +16,7 @@ from octavo import LLM, SamplingParams
 from octavo.cache import tiers
 from octavo.cache.build_offload import GIB, default_room, fingerprint
 from octavo.config import EngineConfig
-from octavo.engine.step_runner import BlockMessages, StepRunner
+from octavo.engine.runner.step_runner import BlockMessages, StepRunner
 from octavo.errors import ConfigError
 from octavo.models.config import ModelConfig
 from octavo.models.layer_cache import LayerCacheSpec, conv_state, kv_groups, recurrent_state, state_layer

@@ -16,13 +16,13 @@ import torch
 from octavo.cache.group_cache import GroupSize
 from octavo.cache.kv_cache import KVCache
 from octavo.config import ModelSettings
-from octavo.engine import expert_balance
-from octavo.engine.adapter_numbers import LoadedAdapters
 from octavo.engine.engine import Engine
-from octavo.engine.expert_balance import BalancedRunner
-from octavo.engine.graph_dispatcher import GraphDispatcher
+from octavo.engine.runner import expert_balance
+from octavo.engine.runner.adapter_numbers import LoadedAdapters
+from octavo.engine.runner.expert_balance import BalancedRunner
+from octavo.engine.runner.graph_dispatcher import GraphDispatcher
+from octavo.engine.runner.step_runner import BlockMessages
 from octavo.engine.scheduler import Scheduler
-from octavo.engine.step_runner import BlockMessages
 from octavo.errors import ConfigError, RanksLost
 from octavo.layers.lora import AdapterRows
 from octavo.layers.stacked_lora import StackedRows

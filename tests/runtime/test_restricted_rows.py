@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from octavo.engine.engine import Engine
-from octavo.engine.step_encoder import ERRORS
+from octavo.engine.runner.step_encoder import ERRORS
 from octavo.ops import dispatch
 from octavo.ops.dispatch import REFERENCE
 from octavo.sampling_params import SamplingParams

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from octavo.engine.graph_dispatcher import GraphDispatcher
+from octavo.engine.runner.graph_dispatcher import GraphDispatcher
 from octavo.errors import RunnerError
 from octavo.ops import dispatch
 from octavo.ops.dispatch import REFERENCE

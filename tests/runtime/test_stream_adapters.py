@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from octavo.cache.kv_cache import KVCache
-from octavo.engine.adapter_numbers import LoadedAdapters
 from octavo.engine.engine import Engine
+from octavo.engine.runner.adapter_numbers import LoadedAdapters
 from octavo.engine.scheduler import Scheduler
 from octavo.errors import CheckpointError
 from octavo.layers.stacked_lora import StackedRows

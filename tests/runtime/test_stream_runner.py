@@ -19,13 +19,13 @@ import pytest
 import torch
 
 from octavo.cache.kv_cache import KVCache
-from octavo.engine import graph_dispatcher
 from octavo.engine.engine import Engine
-from octavo.engine.graph_dispatcher import LONG_CONTEXT_LOST, SECONDS_BETWEEN_CAPTURES, GraphDispatcher
+from octavo.engine.runner import graph_dispatcher
+from octavo.engine.runner.graph_dispatcher import LONG_CONTEXT_LOST, SECONDS_BETWEEN_CAPTURES, GraphDispatcher
+from octavo.engine.runner.step_encoder import NOT_NUMBERS
+from octavo.engine.runner.step_runner import StepRunner
 from octavo.engine.scheduler import Scheduler
-from octavo.engine.speculation import Speculation
-from octavo.engine.step_encoder import NOT_NUMBERS
-from octavo.engine.step_runner import StepRunner
+from octavo.engine.speculative.speculation import Speculation
 from octavo.models.layer_cache import kv_groups
 from octavo.ops import dispatch
 from octavo.ops.attention import LayerCache

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from octavo.config import CacheSettings
-from octavo.engine.step_model import StepWork, work_of
+from octavo.engine.timing.step_model import StepWork, work_of
 from octavo.errors import ConfigError
 from octavo.types import Scheduled, Sequence
 from octavo_fleet.sim.costs.cost_model import Roofline, pools_of

@@ -9,7 +9,7 @@ import pytest
 
 from octavo.cli import main
 from octavo.config import EngineConfig
-from octavo.engine.step_model import StepWork
+from octavo.engine.timing.step_model import StepWork
 from octavo.errors import ConfigError
 from octavo.ops.device_backend import backend_of
 from octavo.plugins import GPU

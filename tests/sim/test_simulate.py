@@ -11,7 +11,7 @@ import pytest
 
 from octavo.cli import main
 from octavo.config import EngineConfig, SchedulerSettings
-from octavo.engine.step_model import StepWork
+from octavo.engine.timing.step_model import StepWork
 from octavo.errors import ConfigError
 from octavo.steps.limits import StateSize
 from octavo_fleet.sim.clock import START

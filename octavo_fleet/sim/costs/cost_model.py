@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple, Protocol
 
 from octavo.config import CacheSettings
-from octavo.engine.step_model import StepWork
+from octavo.engine.timing.step_model import StepWork
 from octavo.errors import ConfigError
 from octavo.steps.limits import StateSize
 from octavo_fleet.sim.costs.devices import LAYER_SECONDS, LINK_LATENCY, Device

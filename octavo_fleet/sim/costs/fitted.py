@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from octavo.engine.step_model import StepWork
+from octavo.engine.timing.step_model import StepWork
 from octavo.errors import ConfigError
 from octavo_fleet.sim.costs.cost_model import CostModel
 

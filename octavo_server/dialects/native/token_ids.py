@@ -24,7 +24,7 @@ import numpy as np
 from starlette.requests import Request
 from starlette.responses import Response
 
-from octavo.engine.route_reading import as_array
+from octavo.engine.runner.route_reading import as_array
 from octavo.errors import InvalidParameter
 from octavo.model_info import RoutesInfo
 from octavo.types import EngineInfo, TokenLogprobs

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
-from octavo.engine.proposer import NO_PROPOSAL, Proposal
+from octavo.engine.speculative.proposer import NO_PROPOSAL, Proposal
 from octavo.speculative_config import Suffix
 from octavo.types import Sequence
 

@@ -16,7 +16,7 @@ import numpy as np
 
 from octavo.config import SchedulerSettings
 from octavo.engine.policies.policy import Policy
-from octavo.engine.step_model import Array, StepModel, StepWork, work_of
+from octavo.engine.timing.step_model import Array, StepModel, StepWork, work_of
 from octavo.steps.graph_shapes import MIXED_ROWS, NO_DRAFTER
 from octavo.types import Plan
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from octavo.engine.draft_choice import DraftChoice
-from octavo.engine.proposer import NO_PROPOSAL, Proposal, Proposer
-from octavo.engine.step_budget import DraftRoom
+from octavo.engine.speculative.draft_choice import DraftChoice
+from octavo.engine.speculative.proposer import NO_PROPOSAL, Proposal, Proposer
+from octavo.engine.timing.step_budget import DraftRoom
 from octavo.steps.graph_shapes import NO_DRAFTER
 from octavo.types import Plan, Sampled, Sequence, Status
 

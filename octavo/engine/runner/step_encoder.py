@@ -11,7 +11,7 @@ from collections.abc import Sequence as SequenceOf
 import numpy as np
 import numpy.typing as npt
 
-from octavo.engine.persistent_batch import BlockTables, Indices, Needs, PersistentBatch
+from octavo.engine.runner.persistent_batch import BlockTables, Indices, Needs, PersistentBatch
 from octavo.engine.sequence_images import ImageSettings, span_rows
 from octavo.sampling_params import SamplingParams
 from octavo.steps.graph_shapes import LONG_SEQS, NO_DRAFTER, ChooseShape, PlanSizes, StepKind, StepShape

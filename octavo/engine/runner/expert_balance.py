@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from octavo.engine.protocols import Runner, SubmittedStep
-from octavo.engine.step_runner import StepRunner
+from octavo.engine.runner.step_runner import StepRunner
 from octavo.steps.messages import ExpertLoads, ExpertMove, MoveExperts, ReadExperts
 from octavo.types import EngineStats, Plan
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from octavo.engine.step_costs import LEAST_SEEN, StepCosts
+from octavo.engine.timing.step_costs import LEAST_SEEN, StepCosts
 from octavo.steps.graph_shapes import NO_DRAFTER
 from octavo.types import Plan, Sampled
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from octavo.engine.step_encoder import NOT_NUMBERS
+from octavo.engine.runner.step_encoder import NOT_NUMBERS
 from octavo.steps.messages import NO_ADAPTER, Encode, EncoderText, Executor
 from octavo.types import Masks, Plan, Sampled, Scheduled, Task
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from octavo.engine.step_runner import StepRunner
+from octavo.engine.runner.step_runner import StepRunner
 from octavo.errors import CheckpointError
 from octavo.steps.messages import Executor, LoadAdapter, UnloadAdapter
 

@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from collections.abc import Sequence as Several
 from weakref import WeakKeyDictionary
 
-from octavo.engine.drafter_switch import DrafterSwitch
-from octavo.engine.proposer import Proposal
-from octavo.engine.step_budget import DraftRoom
-from octavo.engine.step_costs import StepCosts
+from octavo.engine.speculative.drafter_switch import DrafterSwitch
+from octavo.engine.speculative.proposer import Proposal
+from octavo.engine.timing.step_budget import DraftRoom
+from octavo.engine.timing.step_costs import StepCosts
 from octavo.types import Plan, Sampled, Sequence
 
 MARGIN = 0.03

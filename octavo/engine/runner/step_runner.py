@@ -18,10 +18,10 @@ import msgspec
 from octavo.cache.build_offload import identity
 from octavo.cache.offload import Identity
 from octavo.cache.tiers import Content
-from octavo.engine.persistent_batch import Indices
 from octavo.engine.protocols import TensorReceiver
+from octavo.engine.runner.persistent_batch import Indices
+from octavo.engine.runner.step_encoder import NO_MASKS, StepEncoder
 from octavo.engine.sequence_images import encode_message
-from octavo.engine.step_encoder import NO_MASKS, StepEncoder
 from octavo.sampling_params import SamplingParams
 from octavo.steps.graph_shapes import StepShape
 from octavo.steps.messages import (

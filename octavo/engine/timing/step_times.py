@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 
 from octavo.engine.protocols import Runner, SubmittedStep
-from octavo.engine.step_model import StepWork, work_of
+from octavo.engine.timing.step_model import StepWork, work_of
 from octavo.errors import ConfigError, RunnerError
 from octavo.types import Masks, Plan, Sampled
 

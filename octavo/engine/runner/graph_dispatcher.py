@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from octavo.engine.kernel_tuning import NO_TUNING, TuningPlan, tune_kernels
-from octavo.engine.step_runner import StepRunner
+from octavo.engine.runner.kernel_tuning import NO_TUNING, TuningPlan, tune_kernels
+from octavo.engine.runner.step_runner import StepRunner
 from octavo.steps.graph_shapes import (
     GraphLimits,
     PlanSizes,

@@ -1,0 +1,1 @@
+"""From the plan of a step to the executor, and back: messages, and what goes with them."""

@@ -1,0 +1,1 @@
+"""How long steps take, and how many tokens the next one computes."""
