@@ -97,6 +97,11 @@ class ModelConfig:
         return self.num_layers
 
     @property
+    def stream_size(self) -> int:
+        """Numbers of a token between two layers; overridden by families with several residual streams."""
+        return self.hidden_size
+
+    @property
     def query_rows(self) -> int:
         """Rows of the query projection; overridden by families that store more than queries in it."""
         return self.num_heads * self.head_dim

@@ -38,6 +38,7 @@ from octavo.ops.compressed_attention import Compression
 from octavo.ops.hyper_connections import StreamMaps
 from octavo.ops.linear import head_linear
 from octavo.ops.moe import CappedSwish, Routing
+from octavo.ops.sparse_attention import MOST_SCORES
 from octavo.quant.stored.shard import Section
 
 WINDOW, SPARSE, HEAVY = "sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"
@@ -102,6 +103,14 @@ class DeepseekV4Config(DecoderConfig):
     @property
     def has_stages(self) -> bool:
         return False
+
+    @property
+    def stream_size(self) -> int:
+        return self.num_streams * self.hidden_size
+
+    def expanded_bytes(self, longest: int, itemsize: int, num_ranks: int) -> int:
+        """Those of the ranks of entries, which indexers compute for some rows at once."""
+        return 8 * max(MOST_SCORES, longest // self.rates[SPARSE]) if SPARSE in self.kinds else 0
 
 
 class Streams:

@@ -430,7 +430,7 @@ def _activation_bytes(
     of it where all rows may be of sequences of one rank, and what ranks exchange that divide contexts among
     ``num_parts``."""
     heads = (model.num_heads + 2 * model.num_kv_heads) * model.head_dim * num_dp_ranks
-    widest = 3 * model.hidden_size + max(3 * model.ffn_size, 3 * heads) // num_ranks
+    widest = 3 * model.stream_size + max(3 * model.ffn_size, 3 * heads) // num_ranks
     scratch = ATTENTION_COPIES * MAX_SCRATCH * 4
     exchanged = 0
     if num_parts > 1:  # queries of their heads, results, those in the order of ranks, and what comes from all

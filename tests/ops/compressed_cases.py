@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -67,6 +69,8 @@ class Case:
         lengths = torch.tensor(self.lengths).int().to(device)
         self.rows = PagedRows((group, group, group), starts, lengths, max(self.counts))
         self.T = sum(self.counts) + 1
+        self.numbers = list(range(sum(self.counts)))
+        """Of the rows that are no padding."""
         shape = sum(num_blocks) + 2, 1
         self.cache = self._cache((*shape, block_size, H), 0)
         self.inputs = self._cache((*shape, block_size, X), 1)
@@ -83,10 +87,22 @@ class Case:
         cache = torch.full(shape, NAN, dtype=self.dtype, device=self.device)
         return LayerCache(cache, cache, group)
 
+    def single(self) -> None:
+        """Of sequences with one row each at most: row s belongs to sequence s, and those without one are padding."""
+        self.numbers = [s for s, count in enumerate(self.counts) if count]
+        group, self.T = self.rows.groups[0], len(self.counts)
+        slots = torch.full((self.T,), -1, device=self.device)
+        slots[self.numbers] = group.slot_mapping_T[:-1]
+        group = GroupRows(slots, group.block_tables_SB)
+        self.rows = replace(self.rows, groups=(group, group, group))
+
     def rows_of(self, whole: list[Tensor]) -> Tensor:
-        """The rows of the step, and a padding row."""
+        """The rows of the step, with a padding row behind them, or as ``single`` says."""
         found = [part[length - count :] for part, count, length in zip(whole, self.counts, self.lengths, strict=True)]
-        return torch.cat((*found, torch.full_like(whole[0][:1], NAN))).to(self.device)
+        own = torch.cat(found)
+        rows = torch.full((self.T, *own.shape[1:]), NAN, dtype=own.dtype)
+        rows[self.numbers] = own
+        return rows.to(self.device)
 
     def entries_of(self, s: int) -> Tensor:
         """All entries of a sequence in float64, [E, numbers]."""
@@ -117,17 +133,17 @@ class Case:
                 block = int(tables[s, end // self.block_size])
                 self.entries.keys[block, 0, end % self.block_size // self.rate] = entry.to(self.dtype).to(self.device)
 
-    def chosen(self, q_TJI: Tensor, weights_TJ: Tensor, count: int) -> list[list[int]]:
+    def chosen(self, q_TJI: Tensor, weights_TJ: Tensor, count: int) -> dict[int, list[int]]:
         """Of each row, the entries with the highest scores, in order."""
-        found = []
+        found = {}
         for t, s, position in self.places():
             seen, width = (position + 1) // self.rate, q_TJI.shape[2]
             keys = self.entries_of(s)[:seen, -width:].to(self.dtype).double()
             scores = ((q_TJI[t].double().cpu() @ keys.T).relu() * weights_TJ[t].double().cpu().unsqueeze(1)).sum(dim=0)
-            found.append(sorted(scores.topk(min(count, seen)).indices.tolist()))
+            found[t] = sorted(scores.topk(min(count, seen)).indices.tolist())
         return found
 
-    def attended(self, q_TNH: Tensor, chosen: list[list[int]] | None = None) -> Tensor:
+    def attended(self, q_TNH: Tensor, chosen: dict[int, list[int]] | None = None) -> Tensor:
         """What each row attends to, float64 [rows, N, H]."""
         found, heads = [], self.heads
         assert heads.sinks_N is not None
@@ -148,7 +164,7 @@ class Case:
             for s, (count, length) in enumerate(zip(self.counts, self.lengths, strict=True))
             for p in range(length - count, length)
         ]
-        return [(t, s, p) for t, (s, p) in enumerate(pairs)]
+        return [(t, s, p) for t, (s, p) in zip(self.numbers, pairs, strict=True)]
 
 
 def turned(x_H: Tensor, angles_R: Tensor) -> Tensor:

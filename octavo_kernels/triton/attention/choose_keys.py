@@ -61,7 +61,7 @@ def choose_keys_triton(q_TNW: Tensor, weights_TN: Tensor, cache: LayerCache, row
 
 
 @triton.jit
-def _seen(
+def seen_by_row(
     row: tl.tensor, bounds_ptr: tl.tensor, seq_lens_ptr: tl.tensor, S: tl.tensor, SEQUENCES: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor]:
     """The sequence of a row, and how many positions it sees: 0 for padding. Without ``bounds`` a row has the number of
@@ -90,7 +90,7 @@ def scores_kernel(
     """The scores of a run of positions for one row."""
     row = first + tl.program_id(1)
     after_predecessor(PDL)
-    seq, seen = _seen(row, bounds_ptr, seq_lens_ptr, S, SEQUENCES)
+    seq, seen = seen_by_row(row, bounds_ptr, seq_lens_ptr, S, SEQUENCES)
     begin = tl.program_id(0) * RUN
     if (seen > count) & (begin < seen):
         n_N, w_W = tl.arange(0, NP), tl.arange(0, WP)
@@ -120,7 +120,7 @@ def choose_kernel(
     """The slots of the positions that one row keeps."""
     row, i_C = first + tl.program_id(0), tl.arange(0, TILE)
     after_predecessor(PDL)
-    seq, seen = _seen(row, bounds_ptr, seq_lens_ptr, S, SEQUENCES)
+    seq, seen = seen_by_row(row, bounds_ptr, seq_lens_ptr, S, SEQUENCES)
     total = T
     if bounds_ptr is not None:
         total = tl.load(bounds_ptr + S)

@@ -25,9 +25,11 @@ from octavo import ops
 from octavo.ops.attention import GroupRows, HeadLayout, KVScales, LayerCache, PagedRows, RopeSet
 from octavo.ops.cache_rows import STORED, row_length
 from octavo.ops.collective import Collective, ContextPart
+from octavo.ops.compressed_attention import Compression
 from octavo.ops.gated_delta import DeltaHeads
 from octavo.ops.grouped_linear import Number, PackedGroups
 from octavo.ops.head_blocks import HeadBlocks
+from octavo.ops.hyper_connections import StreamMaps
 from octavo.ops.latent_attention import EXPANDED_WIDTHS, LatentHeads
 from octavo.ops.linear import Fused, LowRankStack
 from octavo.ops.moe import ClampedSwish, Experts, GroupedExperts, Routing
@@ -228,6 +230,8 @@ def _attentions(make: Maker, dtype: torch.dtype) -> Iterator[tuple[str, Call]]:
                 LayerCache(latents, latents), rows,
             )  # fmt: skip
             yield f"latent_attention {max(lens[0])} {N_latent} {cache_dtype}", latent
+        if cache_dtype == dtype:
+            yield from _compressed(make, dtype, rows, lens)
         if cache_dtype not in packed:
             queries, weights = make.floats(T, 16, 40, dtype=dtype), make.floats(T, 16)
             cache = LayerCache(keys, values, index=make.cache(12, 1, 40, cache_dtype))
@@ -236,6 +240,44 @@ def _attentions(make: Maker, dtype: torch.dtype) -> Iterator[tuple[str, Call]]:
         indexed = LayerCache(keys, values, index=make.cache(12, 1, row_length(cache_dtype, H), cache_dtype))
         choice = functools.partial(ops.choose_head_blocks, make.floats(T, K, H, dtype=dtype), indexed, rows)
         yield f"choose_head_blocks {max(lens[0])} {H} {cache_dtype}", functools.partial(choice, HeadBlocks(24, 1, 1))
+
+
+def _compressed(
+    make: Maker, dtype: torch.dtype, rows: PagedRows, lens: tuple[list[int], ...]
+) -> Iterator[tuple[str, Call]]:
+    T, heads = len(rows.groups[0].slot_mapping_T), HeadLayout(6, 1, 64, 0.1, window=9, sinks_N=make.floats(6))
+    angles, norm = make.floats(T, 8), make.floats(64, dtype=dtype)
+    queries, weights = make.floats(T, 6, 64, dtype=dtype), make.floats(T, 5)
+    turned = functools.partial(ops.turn_tails, queries, angles, angles, eps=1e-5, norm_H=norm)
+    yield f"turn_tails {max(lens[0])}", turned
+    for rate, parts in ((4, (64, 40)), (20, (64,))):
+        overlaps, sizes = rate == 4, [width * (1 + (rate == 4)) for width in parts]
+        how = Compression(
+            rate,
+            overlaps,
+            tuple(make.floats(rate, size) for size in sizes),
+            tuple(make.floats(width, dtype=dtype) for width in parts),
+            1e-5,
+        )
+        given, keys, inputs = (make.cache(12, 1, width, dtype) for width in (2 * sum(sizes), 64, 2 * sum(sizes)))
+        made = make.cache(12, 1, sum(parts), dtype)[:, :, : -(-BLOCK_SIZE // rate)].contiguous()
+        cache, inputs_of, entries = (LayerCache(x, x) for x in (keys, inputs, made))
+        row = given.view(-1, 2 * sum(sizes))[:T].contiguous()
+        compress = functools.partial(ops.compress, row, how, angles, angles, inputs_of, entries, rows)
+        yield f"compress {max(lens[0])} {rate}", compress
+        attend = functools.partial(ops.compressed_attention, queries, heads, cache, rows, entries, rate)
+        yield f"compressed_attention {max(lens[0])} {rate}", attend
+        if overlaps:
+            index = make.floats(T, 5, 40, dtype=dtype)
+            choose = functools.partial(ops.choose_entries, index, weights, rate, 3, BLOCK_SIZE, entries, rows)
+            yield f"choose_entries {max(lens[0])}", choose
+            chosen = torch.zeros(T, 3, dtype=torch.int32, device=make.device)
+            yield f"compressed_attention {max(lens[0])}, chosen", functools.partial(attend, chosen)
+    maps = StreamMaps(make.floats(24, 400), make.floats(24), make.floats(3), 4, 5, 1e-6, 1e-5)
+    streams, ys = make.floats(T, 400, dtype=dtype), make.floats(T, 100, dtype=dtype)
+    yield f"enter_streams {max(lens[0])}", functools.partial(ops.enter_streams, streams, maps)
+    mixes = make.floats(T, 4), make.floats(T, 4, 4)
+    yield f"leave_streams {max(lens[0])}", functools.partial(ops.leave_streams, ys, streams, *mixes)
 
 
 def _parts_of_contexts(make: Maker, dtype: torch.dtype) -> Iterator[tuple[str, Call]]:
