@@ -64,7 +64,7 @@ def latent_attention(
     q_TNH = ops.store_latents(q_TW, kv_TC, heads, cos_TR, sin_TR, cache, rows)
     q_TMH = ranks.gathered(q_TNH).transpose(0, 1).flatten(1, 2)
     found_TMX = ops.partial_latent_attention(q_TMH, len(heads.norm_L), heads.scale, cache, rows, ranks.part)
-    return head_linear(_merged(found_TMX, ranks, None, q_TW.dtype), heads.value_map_NVL)
+    return head_linear(_merged(found_TMX, ranks, heads.sinks_N, q_TW.dtype), heads.value_map_NVL)
 
 
 def _merged(found_TMX: Tensor, ranks: ContextRanks, sinks_N: Tensor | None, dtype: torch.dtype) -> Tensor:

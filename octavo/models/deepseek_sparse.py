@@ -8,6 +8,7 @@ Shapes: T tokens of the step, D model, N heads of the indexer, W width of its ke
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -45,6 +46,10 @@ class IndexPart:
     """Whether each layer has one, or takes what the one before it chose."""
     is_adjacent: bool = False
     """Whether rotated pairs are adjacent numbers."""
+    rotates_last: bool = False
+    """Whether the last numbers of a head are rotated, not the first."""
+    eps: float = INDEX_EPS
+    """Of the norm of keys."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -101,9 +106,11 @@ class Indexer:
         key_order: Order | None = None
         if part.is_adjacent:
             query_order, key_order = (half_split_rows(n, W, R) for n in (N, 1))
+        if part.rotates_last:
+            query_order, key_order = (np.roll(np.arange(n * W).reshape(n, W), R, axis=1).ravel() for n in (N, 1))
         self.q_proj = weights.replicated(f"{name}.wq_b", N * W, config.query_rank, order=query_order)
         self.k_proj = weights.replicated(f"{name}.wk", W, D, order=key_order)
-        self.k_norm = _ordered(weights.layer_norm(f"{name}.k_norm", W, INDEX_EPS), key_order)
+        self.k_norm = _ordered(weights.layer_norm(f"{name}.k_norm", W, part.eps), key_order)
         weight_ND = weights.router(f"{name}.weights_proj", N, D)
         self.dtype, self.weights_proj = weight_ND.dtype, Linear([DenseWeight(weight_ND)])
         self.width, self.count = W, part.count
@@ -229,8 +236,9 @@ class AXK2ForCausalLM(DeepseekV32ForCausalLM):
         return config.extended(AXK2Config, gate_rank=keys.size("gated_norm_rank", 16))
 
 
-def read_owners(keys: ConfigKeys, num_layers: int) -> tuple[bool, ...]:
-    """Whether each layer has an indexer: by a list or a pattern of letters, or every few layers from an offset on."""
+def read_owners(keys: ConfigKeys, num_layers: int, default: Sequence[bool] | None = None) -> tuple[bool, ...]:
+    """Whether each layer has an indexer: by a list or a pattern of letters, by default every few layers from an offset
+    on, if there is no other ``default``."""
     pattern = keys.get("index_topk_pattern")
     types = keys.choices("indexer_types", (FULL, SHARED), num_layers)
     every, offset = keys.size("index_topk_freq", 1), keys.size("index_skip_topk_offset", 2, low=0)
@@ -238,6 +246,8 @@ def read_owners(keys: ConfigKeys, num_layers: int) -> tuple[bool, ...]:
         types = tuple({"F": FULL, "S": SHARED}.get(letter, letter) for letter in pattern)
     if types is None and pattern is not None:
         types = tuple(pattern)
+    if types is None and default is not None:
+        types = tuple(FULL if has_own else SHARED for has_own in default)
     if types is None:
         types = tuple(SHARED if max(i - offset + 1, 0) % every else FULL for i in range(num_layers))
     if len(types) != num_layers or {*types} > {FULL, SHARED} or types[0] != FULL:

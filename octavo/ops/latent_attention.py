@@ -34,6 +34,8 @@ class LatentHeads(NamedTuple):
     """RMSNorm weight of the latent."""
     norm_eps: float
     scale: float
+    sinks_N: Tensor | None = None
+    """float32: an additional logit per head in the denominator of the softmax."""
 
 
 @op
@@ -59,7 +61,14 @@ def latent_attention(
         cache, rows = chosen.of(cache, rows)
     tables_SB = rows.of(cache).block_tables_SB
     out_TNH: Tensor = paged_attention(
-        q_TNH, cache.keys, cache.values, tables_SB, rows.cu_seqlens_q, rows.seq_lens_S, heads.scale
+        q_TNH,
+        cache.keys,
+        cache.values,
+        tables_SB,
+        rows.cu_seqlens_q,
+        rows.seq_lens_S,
+        heads.scale,
+        sinks_N=heads.sinks_N,
     )
     return head_linear(out_TNH[..., 2 * cos_TR.shape[1] :], heads.value_map_NVL)
 

@@ -494,6 +494,12 @@ ROWS: dict[str, tuple[str, dict[str, Any]]] = {
         "axk2",
         {**INDEXED, "attention_bias": True, "tie_word_embeddings": True, "first_k_dense_replace": 0},
     ),
+    "hy_v4/shared": (
+        "hy_v4",
+        {**INDEXED, "num_hidden_layers": 4, "indexer_types": ["full", "full", "shared", "shared"], "hc_mult": 3}
+        | {"swiglu_limit": 0.5, "hc_magnitude": 1.5},
+    ),
+    "hy_v4/own": ("hy_v4", {**INDEXED, "num_hidden_layers": 2, "index_topk": 40, "attention_bias": True}),
     "glm_moe_dsa/own": ("glm_moe_dsa", {**INDEXED, "index_topk": 40}),
     "glm_moe_dsa/shared": (
         "glm_moe_dsa",

@@ -87,12 +87,13 @@ def latent_attention_triton(
     is_decode = rows.max_query_len == 1
     has_single = (is_decode or len(rows.seq_lens_S) > 1) and not is_invariant()
     has_single |= chosen is not None
-    splits = 1 if is_invariant() else None
-    parts = attend_single_rows(q_TNH, 2 * R, cache, rows, heads.scale, out_TNL, splits) if has_single else None
+    given, parts = (q_TNH, 2 * R, cache, rows, heads.scale, out_TNL), None
+    if has_single:
+        parts = attend_single_rows(*given, 1 if is_invariant() else None, sinks_N=heads.sinks_N)
     room = room_for(q_TNH, heads, cache, rows)
     if not (is_decode and has_single):
         room_tiles = 0 if room is None else room.num_tiles
-        attend_rows(q_TNH, 2 * R, cache, rows, heads.scale, out_TNL, has_single, room_tiles)
+        attend_rows(*given, has_single, room_tiles, sinks_N=heads.sinks_N)
     out_TNV: Tensor
     if is_decode and parts is not None:
         out_TNV = q_TNH.new_empty(T, N, heads.value_map_NVL.shape[1])
@@ -134,6 +135,7 @@ def attend_single_rows(
     out_TNX: Tensor,
     splits: int | None = None,
     part: ContextPart = WHOLE_CONTEXT,
+    sinks_N: Tensor | None = None,
 ) -> Parts | None:
     """Attend for rows that are the only ones of their sequences; at most ``splits`` programs share a context.
 
@@ -154,7 +156,7 @@ def attend_single_rows(
     # fmt: off
     launch(
         single_rows_kernel, (splits, tiles, S),
-        q_TNH, keys, sums, logs, block_tables_SB, None if rows.max_query_len == 1 else rows.cu_seqlens_q,
+        q_TNH, keys, sums, logs, sinks_N, block_tables_SB, None if rows.max_query_len == 1 else rows.cu_seqlens_q,
         rows.seq_lens_S, scale * LOG2_E.value, block_tables_SB.stride(0), keys.stride(0), splits,
         **_constants(q_TNH, split, keys, config, part),
     )
@@ -172,6 +174,7 @@ def attend_rows(
     skip_single: bool = False,
     room_tiles: int = 0,
     part: ContextPart = WHOLE_CONTEXT,
+    sinks_N: Tensor | None = None,
 ) -> None:
     """Fill ``out`` for any numbers of rows: with latents, or as ``ops.partial_latent_attention`` does.
 
@@ -186,7 +189,7 @@ def attend_rows(
     # fmt: off
     launch(
         rows_kernel, (programs, triton.cdiv(N, heads)),
-        q_TNH, keys, out_TNX, block_tables_SB, rows.cu_seqlens_q, rows.seq_lens_S,
+        q_TNH, keys, out_TNX, sinks_N, block_tables_SB, rows.cu_seqlens_q, rows.seq_lens_S,
         scale * LOG2_E.value, S, room_tiles, block_tables_SB.stride(0), keys.stride(0),
         **_constants(q_TNH, split, keys, config, part), X=out_TNX.shape[2], HEADS=heads,
         SEQUENCES=max(128, triton.next_power_of_2(S)), SKIP_SINGLE=skip_single, SKIP_EXPANDED=room_tiles > 0,
@@ -225,7 +228,8 @@ def _constants(q_TNH: Tensor, split: int, cache: Tensor, config: LatentTile, par
 
 @triton.jit(do_not_specialize=["table_stride", "max_splits"])
 def single_rows_kernel(
-    q_ptr: tl.tensor, cache_ptr: tl.tensor, out_ptr: tl.tensor, logs_ptr: tl.tensor, tables_ptr: tl.tensor,
+    q_ptr: tl.tensor, cache_ptr: tl.tensor, out_ptr: tl.tensor, logs_ptr: tl.tensor, sinks_ptr: tl.tensor,
+    tables_ptr: tl.tensor,
     cu_seqlens_ptr: tl.tensor, seq_lens_ptr: tl.tensor, scale: tl.tensor, table_stride: tl.tensor,
     block_stride: tl.tensor, max_splits: tl.tensor, RANK: tl.constexpr, PARTS: tl.constexpr, N: tl.constexpr,
     P: tl.constexpr, L: tl.constexpr, PP: tl.constexpr, LP: tl.constexpr, BLOCK_SIZE: tl.constexpr,
@@ -250,8 +254,8 @@ def single_rows_kernel(
     if begin < length:
         q_ML, q_MP = _queries(q_ptr, row * N + head_M, head_M < N, P, L, PP, LP)
         peak_M, total_M, acc_ML = _walk(
-            q_ML, q_MP, tl.zeros_like(head_M) + length - 1, begin, end, cache_ptr, tables_ptr, block_stride, scale,
-            P, L, PP, LP, BLOCK_SIZE, KEYS, STAGES,
+            q_ML, q_MP, sinks_ptr, head_M, tl.zeros_like(head_M) + length - 1, begin, end, cache_ptr, tables_ptr,
+            block_stride, scale, N, P, L, PP, LP, BLOCK_SIZE, KEYS, STAGES,
         )  # fmt: skip
         to_M = row * N + head_M
         if logs_ptr is not None:
@@ -264,8 +268,9 @@ def single_rows_kernel(
 
 @triton.jit(do_not_specialize=["S", "room_tiles", "table_stride"])
 def rows_kernel(
-    q_ptr: tl.tensor, cache_ptr: tl.tensor, out_ptr: tl.tensor, tables_ptr: tl.tensor, cu_seqlens_ptr: tl.tensor,
-    seq_lens_ptr: tl.tensor, scale: tl.tensor, S: tl.tensor, room_tiles: tl.tensor, table_stride: tl.tensor,
+    q_ptr: tl.tensor, cache_ptr: tl.tensor, out_ptr: tl.tensor, sinks_ptr: tl.tensor, tables_ptr: tl.tensor,
+    cu_seqlens_ptr: tl.tensor, seq_lens_ptr: tl.tensor, scale: tl.tensor, S: tl.tensor, room_tiles: tl.tensor,
+    table_stride: tl.tensor,
     block_stride: tl.tensor, RANK: tl.constexpr, PARTS: tl.constexpr, N: tl.constexpr, P: tl.constexpr,
     L: tl.constexpr, PP: tl.constexpr, LP: tl.constexpr, BLOCK_SIZE: tl.constexpr, ROWS: tl.constexpr,
     KEYS: tl.constexpr, STAGES: tl.constexpr, X: tl.constexpr, HEADS: tl.constexpr, SEQUENCES: tl.constexpr,
@@ -298,8 +303,8 @@ def rows_kernel(
         last_M = part_count(shift + token_M + 1, RANK, PARTS) - 1
         end = part_count(shift + tl.minimum(first + TOKENS, stop), RANK, PARTS)
         peak_M, total_M, acc_ML = _walk(
-            q_ML, q_MP, last_M, 0, end, cache_ptr, tables_ptr + s.to(tl.int64) * table_stride, block_stride, scale,
-            P, L, PP, LP, BLOCK_SIZE, KEYS, STAGES,
+            q_ML, q_MP, sinks_ptr, head_M, last_M, 0, end, cache_ptr, tables_ptr + s.to(tl.int64) * table_stride,
+            block_stride, scale, N, P, L, PP, LP, BLOCK_SIZE, KEYS, STAGES,
         )  # fmt: skip
         to_M = out_ptr + (token_M * N + head_M).to(tl.int64) * X
         if X > L:
@@ -323,15 +328,22 @@ def _queries(
 
 @triton.jit
 def _walk(
-    q_ML: tl.tensor, q_MP: tl.tensor, position_M: tl.tensor, begin: tl.tensor, end: tl.tensor, cache_ptr: tl.tensor,
-    table_ptr: tl.tensor, block_stride: tl.tensor, scale: tl.tensor, P: tl.constexpr, L: tl.constexpr,
-    PP: tl.constexpr, LP: tl.constexpr, BLOCK_SIZE: tl.constexpr, KEYS: tl.constexpr, STAGES: tl.constexpr,
+    q_ML: tl.tensor, q_MP: tl.tensor, sinks_ptr: tl.tensor, head_M: tl.tensor, position_M: tl.tensor, begin: tl.tensor,
+    end: tl.tensor, cache_ptr: tl.tensor,
+    table_ptr: tl.tensor, block_stride: tl.tensor, scale: tl.tensor, N: tl.constexpr, P: tl.constexpr,
+    L: tl.constexpr, PP: tl.constexpr, LP: tl.constexpr, BLOCK_SIZE: tl.constexpr, KEYS: tl.constexpr,
+    STAGES: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """Largest score, sum of weights and weighted latents over keys ``begin`` to ``end`` up to each row's position."""
+    """Largest score, sum of weights and weighted latents over keys ``begin`` to ``end`` up to each row's position. With
+    the first keys come the sinks of heads."""
     p_P, d_L = tl.arange(0, PP), tl.arange(0, LP)
     peak_M = tl.full([q_ML.shape[0]], NO_SCORE, tl.float32)
     total_M = tl.zeros([q_ML.shape[0]], tl.float32)
     acc_ML = tl.zeros([q_ML.shape[0], LP], tl.float32)
+    if sinks_ptr is not None:
+        sink_M = tl.load(sinks_ptr + head_M, mask=head_M < N, other=0.0) * LOG2_E
+        peak_M = tl.where(begin == 0, sink_M, peak_M)
+        total_M = tl.where(begin == 0, 1.0, total_M)
     block = key_blocks(table_ptr, begin, end, BLOCK_SIZE, KEYS)
     for at in tl.range(begin, end, KEYS, num_stages=STAGES):
         key_C = at + tl.arange(0, KEYS)

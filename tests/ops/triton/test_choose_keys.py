@@ -16,6 +16,8 @@ from octavo_kernels.triton.launch import invariant
 from tests.ops.test_sparse_attention import SHAPES, Step, chosen_slots, inputs
 from tests.triton_interpreter import quick_first
 
+CASES = [(True, False, False), (True, True, True), (True, True, False), (False, True, False), (False, True, True)]
+
 
 @pytest.fixture(autouse=True)
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -67,12 +69,16 @@ def test_scores_of_all_sizes_and_signs_are_told_apart(device: str) -> None:
             assert slots == step.slots[0][sorted(best)].tolist()
 
 
-@pytest.mark.parametrize("is_invariant", [False, True])
+@pytest.mark.parametrize(("chooses", "has_sinks", "is_invariant"), CASES)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_rows_attend_to_what_is_chosen(shape: str, is_invariant: bool, device: str) -> None:
+def test_rows_attend_to_what_is_chosen(
+    shape: str, chooses: bool, has_sinks: bool, is_invariant: bool, device: str
+) -> None:
     step = Step(SHAPES[shape]).to(device, torch.float32)
-    given: tuple[Any, ...] = inputs(step)
-    chosen = choose_keys.reference(step.q_TNW, step.weights_TN, step.cache, step.rows, 11)
+    given: Any = list(inputs(step))
+    if has_sinks:
+        given[2] = given[2]._replace(sinks_N=torch.randn(3).to(device))
+    chosen = choose_keys.reference(step.q_TNW, step.weights_TN, step.cache, step.rows, 11) if chooses else None
     expected = latent_attention.reference(*given, chosen)[: step.num_rows]
     if is_invariant:
         with invariant():
