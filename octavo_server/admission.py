@@ -173,7 +173,8 @@ class Admission:
     ) -> Generation:
         """Validate a request and submit it to the engine. Raises ``RequestError``; nothing has been started then.
 
-        ``begin`` gets the generation instead of the engine, and returns the one to use.
+        ``begin`` gets the generation instead of the engine, and returns the one to use: what ``submit`` does, unless it
+        raises ``RequestError``.
         """
         if client_request.task not in (tasks := self.engine.info.tasks):
             raise InvalidParameter("model", f"This model can {' and '.join(tasks)}; it cannot {client_request.task}.")
@@ -195,7 +196,7 @@ class Admission:
                     client_request = await self._with_grammar(client_request, prompts_and_limits[0][0])
             except TimeoutError:
                 raise DeadlineExceeded(timeout or 0.0) from None
-            generation = self._start(client_request, prompts_and_limits, banned, begin or self._submit)
+            generation = self._start(client_request, prompts_and_limits, banned, begin or self.submit)
         if deadline is not None:
             generation.expire_at(deadline, DeadlineExceeded(timeout or 0.0))
         return generation
@@ -256,7 +257,8 @@ class Admission:
             if not self._reserved[caller.name]:
                 del self._reserved[caller.name]
 
-    def _submit(self, generation: Generation) -> Generation:
+    def submit(self, generation: Generation) -> Generation:
+        """Give all requests of a generation to the engine."""
         for choice in generation.choices:
             self.engine.add(choice.request, choice)
         return generation

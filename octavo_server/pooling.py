@@ -13,7 +13,7 @@ from octavo.sampling_params import SamplingParams
 from octavo.text.embedding_vectors import Floats, cosine, late_interaction, result_of
 from octavo.types import Task
 from octavo_server.admission import ClientRequest, PromptSource, ShortenedText
-from octavo_server.generation import GeneratedChoice
+from octavo_server.generation import GeneratedChoice, Generation
 from octavo_server.http.request_body import BodyDecoder
 from octavo_server.http.sse import finished_choices
 from octavo_server.services import Body, ModelServices, server_of
@@ -21,6 +21,9 @@ from octavo_server.tenants.api_keys import caller_of
 
 MAX_TEXTS = 2048
 """Most texts per request, as in the OpenAI API."""
+MAX_NUMBERS = 1 << 25
+"""Most numbers in the results of a request for those of each token: 128 MiB, and some five times as much as JSON. A
+single text may have more."""
 WHOLE_CONTEXT = -1
 """Value of ``truncate_prompt_tokens`` for as many tokens as a text may have."""
 
@@ -77,7 +80,16 @@ class PoolingCall(NamedTuple):
             sources = [self.shorten.of(source) for source in sources]
         _check_number(sources, field)
         choices: list[GeneratedChoice] = []
-        size = services.engine.info.max_num_seqs
+        size, pooling = services.engine.info.max_num_seqs, services.engine.info.pooling
+        width = {"token_embed": pooling.token_size, "token_classify": len(pooling.labels)}.get(task, 0)
+
+        def begin(generation: Generation) -> Generation:
+            count = num_tokens([*choices, *generation.choices]) * width
+            if count > MAX_NUMBERS and len(sources) > 1:
+                message = f"'{field}' has texts with too many tokens: the results of several may have {MAX_NUMBERS}"
+                raise InvalidParameter(field, f"{message} numbers, {width} for each token.")
+            return services.admission.submit(generation)
+
         for first in range(0, len(sources), size):
             client_request = ClientRequest(
                 caller=caller_of(request),
@@ -91,7 +103,7 @@ class PoolingCall(NamedTuple):
                 task=task,
                 model=self.model,
             )
-            choices += await finished_choices(await services.admission.admit(client_request), request)
+            choices += await finished_choices(await services.admission.admit(client_request, begin), request)
         return choices
 
     async def scores(

@@ -8,9 +8,12 @@ from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import msgspec
 import pytest
 
+from octavo.model_info import PoolingInfo
 from octavo.sampling_params import choice_key
+from octavo.types import EngineInfo
 from octavo_server import admission
 from tests.server.conftest import Served
 from tests.server.in_process import EOS, IM_END, MAX_MODEL_LEN, InProcessEngine
@@ -316,3 +319,19 @@ def test_a_stream_that_takes_longer_than_it_may_ends_with_an_error(serve_app: An
     assert '"code":"deadline_exceeded"' in error
     assert done == "data: [DONE]"
     assert engine.num_live == 0
+
+
+class WideEngine(InProcessEngine):
+    """Its tokens have vectors of a million numbers."""
+
+    @property
+    def info(self) -> EngineInfo:
+        return msgspec.structs.replace(super().info, tasks=("token_embed",), pooling=PoolingInfo(token_size=1 << 20))
+
+
+def test_vectors_of_all_tokens_of_several_texts_are_bounded(serve_app: Any) -> None:
+    served = serve_app(WideEngine())
+    answers = [served.client.post("/pooling", json={"input": texts}) for texts in ([[1] * 20, [2] * 20], [[1] * 40])]
+    assert [answer.status_code for answer in answers] == [400, 200]
+    assert answers[0].json()["error"]["param"] == "input"
+    assert len(served.engine.requests) == 1, "one text may have its whole context"
