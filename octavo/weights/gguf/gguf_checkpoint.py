@@ -14,7 +14,7 @@ from octavo.errors import CheckpointError
 from octavo.sampling_params import OPTIONS
 from octavo.weights.generation_config import in_vocabulary, token_ids
 from octavo.weights.gguf.blocks import BlockTensor, dequantize
-from octavo.weights.gguf.gguf_decoders import DECODERS
+from octavo.weights.gguf.gguf_dense import DECODERS
 from octavo.weights.gguf.gguf_families import FAMILIES, TensorPlace, translate
 from octavo.weights.gguf.gguf_hybrids import HYBRIDS
 from octavo.weights.gguf.gguf_mixtures import MIXTURES

@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from octavo.weights.gguf.gguf_decoders import drop, read_factors
+from octavo.weights.gguf.gguf_dense import drop, read_factors
 from octavo.weights.gguf.gguf_families import (
     ATTENTION,
     DEEPSEEK,

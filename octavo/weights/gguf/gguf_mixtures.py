@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from octavo.weights.gguf.gguf_decoders import (
+from octavo.weights.gguf.gguf_dense import (
     COHERE,
     FULL,
     HUNYUAN,
