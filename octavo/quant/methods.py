@@ -1,6 +1,6 @@
 """Quantisation methods: which tensors of a checkpoint hold each matrix, and in which format.
 
-Each method is one module of this package; ``METHODS`` maps its name in ``quantization_config``.
+Each method is one module of ``formats``; ``METHODS`` maps its name in ``quantization_config``.
 """
 
 from __future__ import annotations
