@@ -1,4 +1,4 @@
-"""POST /v1/messages and /v1/messages/count_tokens: the Anthropic Messages API."""
+"""POST /v1/messages and what else asks about a message: the Anthropic Messages API."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ from octavo_server.dialects.anthropic.body import (
     wants_thinking,
     without_effect,
 )
-from octavo_server.dialects.chat_reply import ChatReply, FieldNames, num_prompt_tokens, submission
+from octavo_server.dialects.chat_reply import ChatReply, FieldNames, chat_request, num_prompt_tokens, submission
+from octavo_server.dialects.openai.render import generate_bodies
 from octavo_server.http.endpoint import Endpoint
 from octavo_server.http.sse import json_response
 from octavo_server.pipeline import Dialect, Submission
@@ -49,6 +50,17 @@ async def count_tokens(request: Request) -> Response:
     return json_response({"input_tokens": await num_prompt_tokens(services, chat, request, names)}, headers)
 
 
+async def render_message(request: Request) -> Response:
+    """A body for /inference/v1/generate."""
+    services, body, headers = await server_of(request).read(request, message_decoder, without_effect)
+    services.check_model(body.model)
+    chat, names, left_out = translated_message(body, services)
+    services.report(request, left_out)
+    with _words_of_api(names):
+        (rendered,) = await generate_bodies(services, chat_request(services, chat, request, names), chat, "msg")
+    return json_response(rendered, headers)
+
+
 @contextlib.contextmanager
 def _words_of_api(names: FieldNames) -> Iterator[None]:
     """Let errors name the API's fields, and the one for a prompt beyond the context read as the API's: clients shorten
@@ -69,6 +81,10 @@ ENDPOINTS = [
     MESSAGE.endpoint("/v1/messages", "Answer a conversation, as the Anthropic API does", "create_message", ERRORS),
     Endpoint(
         *("POST", "/v1/messages/count_tokens", count_tokens, "Count the tokens of a conversation", Counted),
+        errors=ERRORS,
+    ),
+    Endpoint(
+        *("POST", "/v1/messages/render", render_message, "A conversation as token ids to generate from", MessageBody),
         errors=ERRORS,
     ),
 ]

@@ -175,6 +175,20 @@ def test_fields_of_vllm(caller: Served) -> None:
     assert (refused.status_code, "'cache_salt'" in refused.json()["error"]["message"]) == (400, True)
 
 
+def test_a_rendered_message_is_generated_alike(server: Served) -> None:
+    body: dict[str, Any] = {"messages": MESSAGES, "max_tokens": 4, "top_k": 3, "stop_sequences": ["zz"]}
+    rendered = server.client.post("/v1/messages/render", json=body).json()
+    answer = post(server, **body).json()
+    direct = server.engine.requests[-1]
+    assert rendered["token_ids"] == direct.prompt_tokens
+    generated = server.client.post("/inference/v1/generate", json=rendered).json()
+    params = server.engine.requests[-1].params
+    assert (params.top_k, params.stop, params.max_tokens) == (3, ("zz",), 4)
+    assert bytes(generated["choices"][0]["token_ids"]).decode() == answer["content"][0]["text"]
+    refused = server.client.post("/v1/messages/render", json={**body, "max_tokens": 0}).json()
+    assert (refused["type"], "max_tokens" in refused["error"]["message"]) == ("error", True)
+
+
 def test_a_begun_reply_goes_on(server: Served) -> None:
     assert post(server, messages=[*MESSAGES, {"role": "assistant", "content": "The"}]).status_code == 200
     assert prompt(server) == PROMPT + "The"
