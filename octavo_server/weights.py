@@ -256,7 +256,7 @@ async def destroy_weights_update_group(request: Request) -> Response:
 
 
 async def server_info(request: Request) -> Response:
-    """In the form of vLLM's, as far as trainers read it."""
+    """In the form of vLLM's, as far as trainers read it, and of SGLang's, as far as its router does."""
     services = asked_services_of(request)
     backend, info = _backend(services.config.server), services.engine.info
     config = {
@@ -272,7 +272,14 @@ async def server_info(request: Request) -> Response:
             "data_parallel_size": services.config.server.data_parallel_size,
         },
     }
-    return json_response({"vllm_config": config, "weight_version": services.engine.weight_version}, {})
+    model = services.config.model
+    router = {
+        "served_model_name": services.model_name,
+        "model_path": model.model,
+        "tokenizer_path": model.tokenizer or model.model,
+        "tp_size": info.tensor_parallel_size,
+    }
+    return json_response({"vllm_config": config, **router, "weight_version": services.engine.weight_version}, {})
 
 
 async def update_weights_from_disk(request: Request) -> Response:
@@ -347,7 +354,7 @@ ENDPOINTS = [
         *("POST", "/finish_weight_update", finish_weight_update, f"Take the weights that were received{_GROUP}"),
         FinishBody,
     ),
-    Endpoint("GET", "/server_info", server_info, "Settings that trainers read, in vLLM's form"),
+    Endpoint("GET", "/server_info", server_info, "Settings that trainers and routers read"),
     Endpoint("POST", "/reset_prefix_cache", reset_prefix_cache, f"Empty the prefix cache{_NEEDS}"),
     Endpoint("POST", "/abort_requests", abort_requests, f"End all running requests, or those it names{_NEEDS}"),
     Endpoint("GET", "/get_world_size", weight_info, f"How many processes join a trainer's group{_NEEDS}"),

@@ -363,7 +363,9 @@ def test_a_server_without_the_setting_has_no_updates() -> None:
         assert "--weight-updates-dir" in served.client.post(path).json()["error"]["message"]
     for path in GROUP_PATHS:
         assert "--weight-transfer-config" in served.client.post(path, json={}).json()["error"]["message"]
-    assert served.client.get("/server_info").json()["vllm_config"]["weight_transfer_config"] is None
+    info = served.client.get("/server_info").json()
+    assert info["vllm_config"]["weight_transfer_config"] is None
+    assert (info["served_model_name"], info["tp_size"]) == (served.client.get("/v1/models").json()["data"][0]["id"], 1)
     served.stop()
 
 
