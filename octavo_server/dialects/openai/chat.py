@@ -67,6 +67,7 @@ REFUSED_IN_CHAT: dict[str, tuple[Any, ...]] = REFUSED | {
     "best_of": (1,),
     "chat_template": (),
     "echo": (),
+    "input_ids": (),
     "modalities": (["text"],),
     "suffix": (),
 }

@@ -28,7 +28,7 @@ MIN_TIMEOUT, MAX_TIMEOUT = 0.001, 86400.0
 
 REFUSED: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("custom_logit_processor", "logit_processors", "logits_processors", "lora_path"), ()),
-    **dict.fromkeys(("guided_whitespace_pattern", "stop_regex"), ()),
+    **dict.fromkeys(("guided_whitespace_pattern", "no_stop_trim", "stop_regex"), ()),
     **dict.fromkeys(("prompt_embeds", "truncate_prompt_tokens", "use_beam_search", "vllm_xargs", "watermarking"), ()),
     "truncation_side": ("left", "right"),
 }

@@ -163,6 +163,8 @@ def test_a_model_without_template_has_no_chat(serve_app: Any) -> None:
     ("name", "value"),
     [
         ("chat_template", "{{ messages }}"),
+        ("input_ids", [1, 2]),
+        ("no_stop_trim", True),
         ("modalities", ["text", "audio"]),
         ("audio", {"voice": "x"}),
         ("documents", [{"text": "x"}]),
