@@ -14,6 +14,7 @@ from octavo import LLM, SamplingParams
 from octavo.errors import CheckpointError
 from octavo.models.layer_cache import kv_groups
 from octavo.models.registry import read_config
+from octavo.ops.grouped_linear import E2M1
 from tests.models.families import make_checkpoint
 
 ROW = "deepseek_v4/three_kinds"
@@ -68,6 +69,37 @@ def test_names_of_published_checkpoints(tmp_path: Path) -> None:
     renamed["mtp.0.hc_head_fn"] = torch.zeros(4, 128)
     save_file(renamed, tmp_path / "model.safetensors")
     assert said(tmp_path) == expected
+
+
+def test_published_types(tmp_path: Path) -> None:
+    """FP8 blocks, and experts of 4 bits, each with powers of two as scales; others as they are."""
+    whole, packed = tmp_path / "whole", tmp_path / "packed"
+    sizes = {"hidden_size": 64, "moe_intermediate_size": 32, "initializer_range": 0.05}
+    make_checkpoint(whole, ROW, **sizes)
+    make_checkpoint(packed, ROW, **sizes)
+    dense = load_file(whole / "model.safetensors")
+    stored = {published_name(name): tensor for name, tensor in dense.items()}
+    for name in list(dense):
+        own, module = published_name(name), published_name(name).removesuffix(".weight")
+        if ".experts." in name:
+            codes, exponents = torch.randint(16, dense[name].shape), torch.randint(120, 124, (len(dense[name]), 1))
+            groups = exponents.repeat(1, dense[name].shape[1] // 32).to(torch.uint8)
+            dense[name] = torch.tensor(E2M1)[codes] * 2.0 ** (exponents - 127)
+            stored[own] = (codes[:, ::2] + 16 * codes[:, 1::2]).to(torch.uint8).view(torch.int8)
+            stored[f"{module}.scale"] = groups.view(torch.float8_e8m0fnu)
+        elif (
+            name.endswith((".wq_a.weight", ".wq_b.weight", ".wkv.weight", ".wo_a.weight", ".wo_b.weight", ".w1.weight"))
+            and ".compressor." not in name
+        ):
+            stored[own] = (dense[name] * 64).to(torch.float8_e4m3fn)
+            stored[f"{module}.scale"] = torch.full((1, 1), 121, dtype=torch.uint8).view(torch.float8_e8m0fnu)
+            dense[name] = stored[own].float() / 64
+    save_file(dense, whole / "model.safetensors")
+    save_file(stored, packed / "model.safetensors")
+    config = json.loads((packed / "config.json").read_text())
+    config |= {"expert_dtype": "fp4", "quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
+    (packed / "config.json").write_text(json.dumps(config))
+    assert said(packed) == said(whole)
 
 
 def test_drafts_are_taken_back(tmp_path: Path) -> None:

@@ -4,6 +4,8 @@
 block of ``weight_block_size``. Despite its name, ``weight_scale_inv`` is multiplied. "fbgemm_fp8", of Llama 3.1, has a
 scale for each output.
 
+Matrices of bytes of integers are two numbers of 4 bits each, as in MXFP4: those of DeepSeek-V4's experts.
+
 Kernels may round activations to FP8 as well, with a scale for each token that they compute: those of the checkpoint
 (``input_scale``), one for all tokens, are not used, which is more precise.
 
@@ -21,6 +23,7 @@ import torch
 from octavo.quant.config_reader import QuantKeys
 from octavo.quant.formats.plain import Plain
 from octavo.quant.stored.dummy_weights import dummy_scaled, is_quantised_dummy
+from octavo.quant.stored.float4 import read_mxfp4
 from octavo.quant.stored.scaled import ScaledStored
 from octavo.quant.stored.stored_weight import StoredWeight
 from octavo.quant.tensors import FLOATS, Tensors
@@ -55,6 +58,8 @@ class FP8(Plain):
         if not scale_names and not tensors.needs_scales(f"{name}.weight"):
             return super().matrix(name, shape, tensors, is_transposed)
         scale_name = scale_names[0] if scale_names else SCALE_NAMES[self.block is None]
+        if tensors.dtype(f"{name}.weight") == torch.int8:
+            return read_mxfp4(name, shape, tensors, "weight", scale_name)
         return read_fp8(name, shape, tensors, scale_name, self.block, rounds_activations=True)
 
 

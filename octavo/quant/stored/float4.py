@@ -151,14 +151,16 @@ def read_nvfp4(
     return Float4Stored(codes, group_scales, scale.expand(N), divides)
 
 
-def read_mxfp4(name: str, shape: tuple[int, int], tensors: Tensors, weight: str) -> Float4Stored:
-    """Module ``name``, whose tensors are ``weight`` and ``weight_scale``."""
+def read_mxfp4(
+    name: str, shape: tuple[int, int], tensors: Tensors, weight: str, scale: str = "weight_scale"
+) -> Float4Stored:
+    """Module ``name``, whose tensors are ``weight`` and ``scale``."""
     N, K = shape
     G = num_groups(name, K, MXFP4_GROUP)
-    codes = tensors.typed(f"{name}.{weight}", (N, K // 2), torch.uint8)
-    exponents = tensors.typed(f"{name}.weight_scale", (N, G), torch.uint8, torch.float8_e8m0fnu)
+    codes = tensors.typed(f"{name}.{weight}", (N, K // 2), torch.uint8, torch.int8).view(torch.uint8)
+    exponents = tensors.typed(f"{name}.{scale}", (N, G), torch.uint8, torch.float8_e8m0fnu)
     tensors.leave_out_activation_scales(name)
-    return Float4Stored(codes, checked_exponents(f"{name}.weight_scale", exponents, tensors))
+    return Float4Stored(codes, checked_exponents(f"{name}.{scale}", exponents, tensors))
 
 
 def checked_exponents(name: str, exponents: Tensor, tensors: Tensors) -> Tensor:
