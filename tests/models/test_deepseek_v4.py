@@ -15,6 +15,7 @@ from octavo.errors import CheckpointError
 from octavo.models.layer_cache import kv_groups
 from octavo.models.registry import read_config
 from octavo.ops.grouped_linear import E2M1
+from tests.models.adapter_files import make_adapter
 from tests.models.families import make_checkpoint
 
 ROW = "deepseek_v4/three_kinds"
@@ -107,6 +108,21 @@ def test_drafts_are_taken_back(tmp_path: Path) -> None:
     make_checkpoint(tmp_path, ROW)
     drafts = {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_min": 1}
     assert said(tmp_path, speculative_config=drafts) == said(tmp_path)
+
+
+def test_adapters(tmp_path: Path) -> None:
+    base, folder = tmp_path / "base", tmp_path / "adapter"
+    make_checkpoint(base, ROW)
+    maps = ["q_a_proj", "q_b_proj", "o_b_proj", "self_attn.kv_proj"]
+    merged = make_adapter(base, folder, 0, target_modules=maps, exclude_modules=r".*compressor.*")
+    params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
+    with LLM(base, dtype="float32", enable_lora=True, lora_modules=f"own={folder}", **SETTINGS) as llm:
+        [result] = llm.generate([PROMPTS[2]], params, adapter="own")
+    told = [next(iter(row.values())).logprob for row in (result.prompt_logprobs or [])[1:] if row]
+    with torch.inference_mode():
+        logits = merged(torch.tensor([PROMPTS[2]]), use_cache=False).logits[0].log_softmax(dim=-1)
+    expected = logits[:-1].gather(1, torch.tensor(PROMPTS[2][1:]).unsqueeze(1))[:, 0]
+    torch.testing.assert_close(torch.tensor(told), expected, atol=1e-4, rtol=0)
 
 
 def test_keys_of_older_names() -> None:
