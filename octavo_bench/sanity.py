@@ -130,7 +130,7 @@ def tiny_config(architecture: str) -> dict[str, Any]:
     found = UNPUBLISHED.get(architecture, published)
     if found is None:
         found = _own_keys(architecture)
-    config = {name: SIZES.get(name, value) if value is not None else None for name, value in found.items()}
+    config = {name: SIZES.get(name, value) if value not in (None, 0) else value for name, value in found.items()}
     if (config.get("n_group") or 1) > 1:  # of others, groups are not implemented
         config["n_group"] = 2
     if "layer_types" in config:

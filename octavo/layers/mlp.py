@@ -14,7 +14,7 @@ from octavo import ops
 from octavo.layers.linear import Linear, RowParallelLinear
 from octavo.layers.norm import Norm
 from octavo.ops.linear import Activation
-from octavo.ops.moe import ClampedSwish
+from octavo.ops.moe import CappedSwish, ClampedSwish
 
 PlainActivation = Callable[[Tensor], Tensor]
 """An elementwise function [T, F], which may overwrite its argument."""
@@ -54,14 +54,14 @@ class XIELU:
 class MLP:
     """``x + after(down(act(up(before(x)))))``: any norms, or none, and gates or none.
 
-    With the name of an activation or a ``ClampedSwish``, ``up`` is the fused projection to F gates, then F ups:
+    With the name of an activation, or limits of one, ``up`` is the fused projection to F gates, then F ups:
     ``act(gate) * up``.
     """
 
     before: Norm | None
     up: Linear
     down: Linear | RowParallelLinear
-    activation: Activation | ClampedSwish | PlainActivation
+    activation: Activation | CappedSwish | ClampedSwish | PlainActivation
     after: Norm | None
 
     def __call__(self, x_TD: Tensor, of: Tensor | None = None) -> Tensor:

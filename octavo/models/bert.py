@@ -15,7 +15,7 @@ from octavo.models.config_keys import ConfigKeys
 from octavo.models.encoder import DistancePart, Encoder, EncoderConfig, read_encoder, under_names
 from octavo.models.labels import LabelPart, read_activation, read_label_names, tanh
 from octavo.models.parts import MLPPart, Names
-from octavo.ops.moe import ClampedSwish
+from octavo.ops.moe import CappedSwish, ClampedSwish
 
 BERT = Names(
     embedding="embeddings.word_embeddings",
@@ -52,7 +52,7 @@ def with_vocabulary_head(config: EncoderConfig, dense: str, norm: str, out: str)
         return config
     mlp, is_roberta = config.layers[0].mlp, config.root == "roberta."
     assert isinstance(mlp, MLPPart)
-    between = gelu if is_roberta or isinstance(mlp.activation, str | ClampedSwish) else mlp.activation
+    between = gelu if is_roberta or isinstance(mlp.activation, str | CappedSwish | ClampedSwish) else mlp.activation
     head = LabelPart(names=(), activation="none", of="each", dense=dense, between=between, norm=norm, out=out)
     return dataclasses.replace(config, vocabulary=head)
 

@@ -35,7 +35,7 @@ from octavo.models.loader import ExpertShape, WeightLoader
 from octavo.models.parts import AttentionPart, DecoderConfig, ExpertsPart, HeadNorm
 from octavo.models.rope import half_split_rows
 from octavo.ops.attention import HeadLayout, LayerCache, PagedRows
-from octavo.ops.moe import ClampedSwish
+from octavo.ops.moe import CappedSwish, ClampedSwish
 from octavo.quant.stored.stored_weight import Order
 
 FeedForward = Callable[[Tensor], Tensor]
@@ -189,7 +189,7 @@ class DecoderLayer:
             return self.mixture(config, part, weights, prefix, before)
         after = self.stream_norm(config, weights, prefix, names.after_mlp)
         ups = [f"{prefix}.{name}" for name in names.ups]
-        if isinstance(part.activation, str | ClampedSwish):
+        if isinstance(part.activation, str | ClampedSwish | CappedSwish):
             up = weights.gate_up(ups, part.size, D, part.has_bias)
         else:
             up = weights.column(ups[0], part.size, D, part.has_bias, is_transposed=config.is_transposed)

@@ -50,6 +50,7 @@ class DeepseekConfig(DecoderConfig):
     """Width of the part of a head that is not rotated."""
     rotated_size: int
     value_size: int
+    latent_eps: float = LATENT_EPS
 
     def expanded_bytes(self, longest: int, itemsize: int, num_ranks: int) -> int:
         if (self.plain_size, self.rotated_size, self.value_size) != EXPANDED_WIDTHS:
@@ -61,15 +62,18 @@ class DeepseekConfig(DecoderConfig):
 def read_latent(keys: ConfigKeys, max_len: int | None, rope: Mapping[str, Any] | None = None) -> DeepseekConfig:
     """Read the configuration, without experts; ``rope``: the rotary keys, if they are not in the usual place."""
     keys.must_be({"use_mla": (True,)})
-    rotated, plain = keys.size("qk_rope_head_dim"), keys.size("qk_nope_head_dim")
+    rotated, plain = keys.size("qk_rope_head_dim", low=0), keys.size("qk_nope_head_dim")
     latent, given = keys.size("kv_lora_rank", 512), dict(rope or rope_values(keys))
     given.pop("partial_rotary_factor", None)
     keys.get("head_dim")
-    config = read_decoder(keys.over({**keys.values, "head_dim": rotated}), max_len, rope=given, windows=NO_WINDOWS)
+    config = read_decoder(
+        keys.over({**keys.values, "head_dim": rotated or plain}), max_len, rope=given, windows=NO_WINDOWS
+    )
     mscale = given.get("mscale_all_dim", 0) if given.get("rope_type", given.get("type")) == "yarn" else 0
     growth = yarn_scale(given.get("factor", 1.0), mscale) if mscale else 1.0
     config = config.with_attention(
-        scale=(plain + rotated) ** -0.5 * growth * growth, is_adjacent=keys.flag("rope_interleave", True)
+        scale=(plain + rotated) ** -0.5 * growth * growth,
+        is_adjacent=rotated > 0 and keys.flag("rope_interleave", True),
     )
     config = dataclasses.replace(config, head_dim=rotated + latent, num_kv_heads=1)
     cache = LayerCacheSpec(1, rotated + latent, kind="latent")
@@ -141,10 +145,10 @@ class DeepseekLayer(DecoderLayer):
         kv_order = half_split_rows(1, L + R, R, first=L) if self.part.is_adjacent else None
         if rank:
             self.q_a_proj = weights.replicated(f"{name}.q_a_proj", rank, D, has_bias)
-            self.q_norm = weights.norm(f"{name}.q_a_layernorm", rank, LATENT_EPS)
+            self.q_norm = weights.norm(f"{name}.q_a_layernorm", rank, config.latent_eps)
         self.load_queries(config, weights, name)
         self.kv_proj = weights.replicated(f"{name}.kv_a_proj_with_mqa", L + R, D, has_bias, order=kv_order)
-        kv_norm = weights.norm(f"{name}.kv_a_layernorm", L, LATENT_EPS)
+        kv_norm = weights.norm(f"{name}.kv_a_layernorm", L, config.latent_eps)
         sizes = [config.plain_size, config.value_size]
         maps = weights.matrix(f"{name}.kv_b_proj", N * sum(sizes), L, num_heads=N).view(-1, sum(sizes), L)
         key_map_NPL, value_map_NVL = maps.split_with_sizes(sizes, dim=1)

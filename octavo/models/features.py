@@ -79,6 +79,12 @@ OWN_KEYS: dict[str, dict[str, Any]] = {
         "layer_types": ["compressed_sparse_attention", "heavily_compressed_attention"],
         "compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 8},
     },
+    "Glm5NextForCausalLM": {
+        "qk_rope_head_dim": 0,
+        "num_hidden_layers": 2,
+        "layer_types": [LINEAR, "indexed_attention"],
+        "first_k_dense_replace": 1,
+    },
     "GPTJForCausalLM": {"rotary_dim": 8},
     "GPTNeoForCausalLM": {"num_layers": 2, "num_heads": 4},
     "LongcatFlashForCausalLM": {"num_layers": 2, "zero_expert_num": 2},

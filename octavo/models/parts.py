@@ -124,8 +124,8 @@ class MLPPart:
     """A dense feed-forward layer."""
 
     size: int
-    activation: Activation | ClampedSwish | PlainActivation
-    """Gated, if it is a name or a ``ClampedSwish``, or plain: of a layer without gates."""
+    activation: Activation | CappedSwish | ClampedSwish | PlainActivation
+    """Gated, if it is a name or has limits, or plain: of a layer without gates."""
     has_bias: bool = False
 
 

@@ -21,6 +21,7 @@ from torch import Tensor
 from octavo.ops.attention import MAX_SCRATCH, GroupRows, HeadLayout, LayerCache, PagedRows, attention, stored_heads
 from octavo.ops.cache_rows import unpack_rows
 from octavo.ops.dispatch import op
+from octavo.ops.sparse_attention import ChosenKeys
 
 
 class RowPlaces(NamedTuple):
@@ -53,10 +54,13 @@ class RowPlaces(NamedTuple):
 
 
 @op
-def choose_blocks(q_TNW: Tensor, cache: LayerCache, rows: PagedRows, size: int, count: int) -> Tensor:
+def choose_blocks(
+    q_TNW: Tensor, cache: LayerCache, rows: PagedRows, size: int, count: int, weights_TN: Tensor | None = None
+) -> Tensor:
     """The numbers of the blocks that each row attends to, int64 [T, C] with C at most ``count``, in ascending order;
     behind them are numbers of no complete block. Of equal scores, those of the lowest numbers are chosen.
 
+    ``weights``, float32, are what the positive parts are multiplied by before they are added.
     Sums are computed in float64, so that a choice does not depend on which rows are computed together.
     """
     index, tables_SB = cache.index, rows.of(cache).block_tables_SB
@@ -78,7 +82,10 @@ def choose_blocks(q_TNW: Tensor, cache: LayerCache, rows: PagedRows, size: int, 
         for first in range(begin, end, step):
             last = min(end, first + step)
             ends_Q1 = torch.arange(length - end + first + 1, length - end + last + 1, device=q_TNW.device)[:, None]
-            scores_QB = (q_TNW[first:last].double() @ keys_BW.mT).relu_().sum(dim=1).float()
+            parts_QNB = (q_TNW[first:last].double() @ keys_BW.mT).relu_()
+            if weights_TN is not None:
+                parts_QNB *= weights_TN[first:last, :, None]
+            scores_QB = parts_QNB.sum(dim=1).float()
             is_open_QB = numbers_B >= ends_Q1 // size
             order_QB = scores_QB.masked_fill_(is_open_QB, float("-inf")).sort(dim=-1, descending=True, stable=True)
             best_QC = order_QB.indices[:, :most]
@@ -97,14 +104,29 @@ def attend_to_blocks(
     size: int,
 ) -> Tensor:
     """``ops.attention`` of which each row sees the chosen blocks alone, and the positions behind all complete ones."""
-    places = RowPlaces.of(cache, rows, len(qkv_TW))
+    blocks_TC, lens_T1 = _with_open(chosen_TC, RowPlaces.of(cache, rows, len(qkv_TW)), size)
+    return attend_in_order(qkv_TW, heads, angles, cache, rows, blocks_TC.unsqueeze(1), lens_T1, size)
+
+
+def _with_open(chosen_TC: Tensor, places: RowPlaces, size: int) -> tuple[Tensor, Tensor]:
+    """The chosen blocks of each row, then the one that its position is in, if that is not complete, [T, C + 1]; and how
+    many positions of these the row sees [T, 1]."""
     complete_T1 = ((places.positions_T + 1) // size)[:, None]
     counts_T1 = (chosen_TC < complete_T1).sum(dim=1, keepdim=True)
     blocks_TC = torch.cat((chosen_TC, complete_T1), dim=1)
-    numbers_C = torch.arange(blocks_TC.shape[1], device=qkv_TW.device)
+    numbers_C = torch.arange(blocks_TC.shape[1], device=chosen_TC.device)
     blocks_TC = blocks_TC.where(numbers_C < counts_T1, complete_T1)
-    lens_T1 = counts_T1 * size + ((places.positions_T + 1) % size)[:, None]
-    return attend_in_order(qkv_TW, heads, angles, cache, rows, blocks_TC.unsqueeze(1), lens_T1, size)
+    return blocks_TC, counts_T1 * size + ((places.positions_T + 1) % size)[:, None]
+
+
+def chosen_keys(chosen_TC: Tensor, cache: LayerCache, rows: PagedRows, size: int, num_rows: int) -> ChosenKeys:
+    """The positions of the chosen blocks, and those behind all complete ones."""
+    places = RowPlaces.of(cache, rows, num_rows)
+    blocks_TC, lens_T1 = _with_open(chosen_TC, places, size)
+    positions_TCB = blocks_TC.unsqueeze(2) * size + torch.arange(size, device=chosen_TC.device)
+    starts = rows.cu_seqlens_q[-1].clamp(max=torch.arange(num_rows + 1, device=chosen_TC.device)).int()
+    lens_T = lens_T1[:, 0].where(places.is_real_T, 0)
+    return ChosenKeys(places.slots(positions_TCB.flatten(1)).int(), lens_T.int(), starts)
 
 
 def attend_in_order(

@@ -41,6 +41,27 @@ BOTH_ROPES = {
         "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
     }
 }
+GLM5_NEXT = {
+    "num_key_value_heads": 4,
+    "num_hidden_layers": 4,
+    "layer_types": ["linear_attention", "indexed_attention", "indexed_attention", "linear_attention"],
+    "indexer_types": ["full", "full", "shared", "full"],
+    "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"],
+    "n_routed_experts": 6,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 24,
+    "kv_lora_rank": 16,
+    "q_lora_rank": 24,
+    "qk_nope_head_dim": 12,
+    "v_head_dim": 10,
+    "linear_num_heads": 4,
+    "linear_head_dim": 8,
+    "index_n_heads": 16,  # of few, all may be below zero, and of equal scores the library chooses any
+    "index_head_dim": 12,
+    "index_topk": 20,
+    "index_kpool": 4,
+    "swiglu_limit": 0.3,
+}
 MINIMAX_M3 = {
     "num_hidden_layers": 3,
     "head_dim": 16,
@@ -110,6 +131,11 @@ ROWS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "glm4_moe/normed_heads": ("glm4_moe", {**ROUTED, "use_qk_norm": True, "attention_bias": True, "head_dim": 16}),
     "glm4_moe/groups": ("glm4_moe", {**ROUTED, "n_group": 3, "topk_group": 2, "n_shared_experts": 2}),
+    "glm5_next_text/few_blocks": ("glm5_next_text", GLM5_NEXT),
+    "glm5_next_text/all_blocks": (
+        "glm5_next_text",
+        {**GLM5_NEXT, "index_topk": 500, "linear_lower_bound": None, "swiglu_limit": 10.0},
+    ),
     "granite/factors": ("granite", {**GRANITE, "tie_word_embeddings": True}),
     "granite_swa/sinks": ("granite_swa", {**GRANITE, "sliding_window": 9, "layer_rope_theta": [0, 100.0]}),
     "granitemoe/stacked": ("granitemoe", GRANITE_MOE),

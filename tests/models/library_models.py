@@ -11,6 +11,9 @@ from transformers import (
     AutoModelForCausalLM,
     Glm4MoeConfig,
     Glm4MoeForCausalLM,
+    Glm5NextPreTrainedModel,
+    Glm5NextTextConfig,
+    Glm5NextTextModel,
     GraniteConfig,
     GraniteForCausalLM,
     Mistral4Config,
@@ -36,6 +39,22 @@ class Step3p5ForCausalLM(Step3p7PreTrainedModel):
     def __init__(self, config: Step3p7TextConfig) -> None:
         super().__init__(config)
         self.model = Step3p7TextModel(config)
+        self.lm_head = torch.nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()
+
+    def forward(self, input_ids: torch.Tensor, use_cache: bool = False) -> CausalLMOutput:
+        hidden = self.model(input_ids, use_cache=use_cache).last_hidden_state
+        return CausalLMOutput(logits=self.lm_head(hidden))
+
+
+class Glm5NextForCausalLM(Glm5NextPreTrainedModel):
+    """The text part of GLM-5.3-Flash with a head: the library has it within the whole alone."""
+
+    config_class = Glm5NextTextConfig
+
+    def __init__(self, config: Glm5NextTextConfig) -> None:
+        super().__init__(config)
+        self.model = Glm5NextTextModel(config)
         self.lm_head = torch.nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
 
@@ -96,6 +115,7 @@ LING = {
 def register() -> None:
     """Tell the library of them, and of the names in their checkpoints."""
     AutoModelForCausalLM.register(Mistral4Config, Mistral4ForCausalLM, exist_ok=True)
+    AutoModelForCausalLM.register(Glm5NextTextConfig, Glm5NextForCausalLM, exist_ok=True)
     AutoModelForCausalLM.register(Step3p7TextConfig, Step3p5ForCausalLM, exist_ok=True)
     AutoConfig.register("minicpm", MiniCPMConfig, exist_ok=True)
     AutoModelForCausalLM.register(MiniCPMConfig, MiniCPMForCausalLM, exist_ok=True)

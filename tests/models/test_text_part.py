@@ -114,6 +114,7 @@ WRAPPERS = {
     "AudioFlamingo3ForConditionalGeneration": "audioflamingo3",
     "CohereCompassForConditionalGeneration": "cohere_compass",
     "DeepseekVLForConditionalGeneration": "deepseek_vl",
+    "Glm5NextForConditionalGeneration": "glm5_next",
     "GlmAsrForConditionalGeneration": "glmasr",
     "HyperCLOVAXVisionV2ForConditionalGeneration": "hyperclovax_vision_v2",
     "Lfm3VlForConditionalGeneration": "lfm3_vl",

@@ -9,23 +9,38 @@ import torch
 
 from octavo import ops
 from octavo.ops.attention import HeadLayout, KVScales, LayerCache, store_kv
-from octavo.ops.block_choice import attend_to_blocks
+from octavo.ops.block_choice import attend_to_blocks, chosen_keys
 from tests.ops.test_sparse_attention import HEADS, SHAPES, WIDTH, Shape, Step
 
 COUNT = 3
 RUNS: dict[str, Any] = {"reference": ops.choose_blocks.reference, "dispatched": ops.choose_blocks}
 
 
-def expected(step: Step, size: int) -> list[list[int]]:
+def expected(step: Step, size: int, is_weighted: bool = False) -> list[list[int]]:
     """The blocks of each row, by sorting scores and numbers in Python; keys are those of the blocks' last positions."""
     found, t = [], 0
     for keys, length, count in zip(step.keys, step.lengths, step.counts, strict=True):
         for position in range(length - count, length):
             blocks = range((position + 1) // size)
-            scores = [(step.q_TNW[t] @ keys[b * size + size - 1]).relu().sum().item() for b in blocks]
+            weights = step.weights_TN[t] if is_weighted else torch.ones(HEADS)
+            scores = [((step.q_TNW[t] @ keys[b * size + size - 1]).relu() @ weights).item() for b in blocks]
             found.append(sorted(sorted(blocks, key=lambda b: (-scores[b], b))[:COUNT]))
             t += 1
     return found
+
+
+def test_positions_of_chosen_blocks_and_those_behind_them(shape: Shape) -> None:
+    step, size = Step(shape), 6
+    chosen_TC = ops.choose_blocks(step.q_TNW, step.cache, step.rows, size, COUNT)
+    keys, t = chosen_keys(chosen_TC, step.cache, step.rows, size, len(step.q_TNW)), 0
+    for slots, length, count in zip(step.slots, step.lengths, step.counts, strict=True):
+        for position in range(length - count, length):
+            blocks = complete(step, chosen_TC, size)[t]
+            seen = [p for p in range(position + 1) if p // size in (*blocks, (position + 1) // size)]
+            assert keys.slots_TK[t, : keys.counts_T[t]].tolist() == slots[seen].tolist()
+            t += 1
+    assert not keys.counts_T[t:].any()
+    assert keys.starts.tolist() == [min(i, t) for i in range(len(step.q_TNW) + 1)]
 
 
 def complete(step: Step, chosen_TC: torch.Tensor, size: int) -> list[list[int]]:
@@ -50,6 +65,8 @@ def test_the_highest_scores_are_chosen_and_of_equal_ones_the_lowest_numbers(
     step = Step(shape, block_size)
     chosen_TC = RUNS[run](step.q_TNW, step.cache, step.rows, size, COUNT)
     assert complete(step, chosen_TC, size) == expected(step, size)
+    weighted_TC = RUNS[run](step.q_TNW, step.cache, step.rows, size, COUNT, step.weights_TN)
+    assert complete(step, weighted_TC, size) == expected(step, size, is_weighted=True)
     assert all(row == sorted(row) for row in chosen_TC.tolist())
 
 

@@ -257,7 +257,7 @@ def sizes(row: str, size: int) -> dict[str, Any]:
     heads = {"hidden_size": 48, "num_attention_heads": 12, "intermediate_size": 48}
     if row.startswith("deepseek_v4"):
         return {"hidden_size": 48, "num_attention_heads": 12, "moe_intermediate_size": 48, "o_groups": 4}
-    if row.startswith(("axk2", "deepseek", "glm_moe_dsa", "hy_v4")):
+    if row.startswith(("axk2", "deepseek", "glm5_next", "glm_moe_dsa", "hy_v4")):
         return {**heads, "num_key_value_heads": 12}
     kv_heads = 1 if "one_kv_head" in row else 12 if row.startswith("zamba2") else {2: 2, 3: 3, 4: 2}[size]
     shared = {"shared_expert_intermediate_size": 48} if row.startswith("qwen2_moe") else {}
@@ -285,7 +285,9 @@ def test_ranks_give_the_tokens_of_one_device(row: str, size: int, tmp_path: Path
     compare(tmp_path, size)
 
 
-WITHOUT_STAGES = ("deepseek_v4", "gemma3n", "gemma4/own", "hy_v4", "longcat", "qwen4_exp", "zamba2", "zaya")
+WITHOUT_STAGES = (
+    *("deepseek_v4", "gemma3n", "gemma4/own", "glm5_next", "hy_v4", "longcat", "qwen4_exp", "zamba2", "zaya"),
+)
 """Families whose layers need more of the ones before than the residual stream, or have names in common with them."""
 
 

@@ -1,7 +1,7 @@
 """``choose_blocks`` for CUDA devices: a score of each row and block in one launch, and a sort of these.
 
-A score is a positive float32, so its bits, as those of an integer, are in its order. The number of the block, counted
-from the end, is beside it: no two are equal.
+The bits of a score are turned into those of an integer in its order. The number of the block, counted from the end, is
+beside it: no two are equal.
 
 Shapes: T rows, N heads and W width of the indexer, B blocks of a context; a program's heads M, numbers C and blocks G.
 """
@@ -22,10 +22,14 @@ from octavo_kernels.triton.launch import after_predecessor, declines_floats, emp
 BLOCKS = 64
 """Of a program."""
 LAST = 2**32 - 1
+NONE = -(2**63) + 1
+"""The rank of a block that ends behind a row."""
 
 
 @choose_blocks.kernel(device="cuda", name="triton", preference=10, supports=declines_floats)
-def choose_blocks_triton(q_TNW: Tensor, cache: LayerCache, rows: PagedRows, size: int, count: int) -> Tensor:
+def choose_blocks_triton(
+    q_TNW: Tensor, cache: LayerCache, rows: PagedRows, size: int, count: int, weights_TN: Tensor | None = None
+) -> Tensor:
     """See ``ops.choose_blocks``; sums are computed in float32. Nothing is read by the host."""
     assert cache.index is not None, "the layer has no indexer"
     (T, N, W), places = q_TNW.shape, RowPlaces.of(cache, rows, len(q_TNW))
@@ -34,20 +38,22 @@ def choose_blocks_triton(q_TNW: Tensor, cache: LayerCache, rows: PagedRows, size
     if not num_blocks or not T:
         return torch.full((T, most), none, dtype=torch.int64, device=q_TNW.device)
     if is_packed(cache.index):
-        ranks_TB = _packed_ranks(q_TNW, cache.index, places, size, num_blocks)
+        ranks_TB = _packed_ranks(q_TNW, cache.index, places, size, num_blocks, weights_TN)
     else:
         ranks_TB = empty_indices(T * num_blocks, torch.int64, q_TNW.device).view(T, num_blocks)
         launch(
             _rank_kernel, (T, triton.cdiv(num_blocks, BLOCKS)), q_TNW.contiguous(), cache.index, places.tables_SB,
-            places.seqs_T, places.positions_T, ranks_TB, num_blocks, places.tables_SB.shape[1], N=N, W=W, SIZE=size,
-            BLOCK_SIZE=places.block_size, BLOCKS=BLOCKS, HEADS=max(16, triton.next_power_of_2(N)),
-            WIDTH=max(16, triton.next_power_of_2(W)),
+            places.seqs_T, places.positions_T, None if weights_TN is None else weights_TN.contiguous(), ranks_TB,
+            num_blocks, places.tables_SB.shape[1], N=N, W=W, SIZE=size, BLOCK_SIZE=places.block_size, BLOCKS=BLOCKS,
+            HEADS=max(16, triton.next_power_of_2(N)), WIDTH=max(16, triton.next_power_of_2(W)),
         )  # fmt: skip
     best_TC = ranks_TB.topk(most, dim=1).values
-    return torch.where(best_TC < 0, none, LAST - (best_TC & LAST)).sort(dim=1).values
+    return torch.where(best_TC == NONE, none, LAST - (best_TC & LAST)).sort(dim=1).values
 
 
-def _packed_ranks(q_TNW: Tensor, index: Tensor, places: RowPlaces, size: int, num_blocks: int) -> Tensor:
+def _packed_ranks(
+    q_TNW: Tensor, index: Tensor, places: RowPlaces, size: int, num_blocks: int, weights_TN: Tensor | None
+) -> Tensor:
     """The same of keys of 8 or 4 bits, which are made wide before, some rows at a time."""
     (T, N, W), numbers_B = q_TNW.shape, torch.arange(num_blocks, device=q_TNW.device)
     found = []
@@ -57,27 +63,31 @@ def _packed_ranks(q_TNW: Tensor, index: Tensor, places: RowPlaces, size: int, nu
         )
         ends_QB = (numbers_B * size + size - 1).expand(len(part), num_blocks)
         keys_QBW = unpack_rows(index.flatten(0, 2)[own.slots(ends_QB)], W).float()
-        scores_QB = (q_TNW[part].float() @ keys_QBW.mT).relu_().sum(dim=1)
-        ranks_QB = scores_QB.view(torch.int32).long() << 32 | LAST - numbers_B
-        found.append(ranks_QB.masked_fill(ends_QB > own.positions_T[:, None], -1))
+        parts_QNB = (q_TNW[part].float() @ keys_QBW.mT).relu_()
+        if weights_TN is not None:
+            parts_QNB *= weights_TN[part][:, :, None]
+        bits_QB = (parts_QNB.sum(dim=1) + 0.0).view(torch.int32)
+        order_QB = bits_QB ^ ((bits_QB >> 31) & 0x7FFFFFFF)
+        ranks_QB = order_QB.long() << 32 | LAST - numbers_B
+        found.append(ranks_QB.masked_fill(ends_QB > own.positions_T[:, None], NONE))
     return torch.cat(found)
 
 
 @triton.jit(do_not_specialize=["num_blocks", "table_width"])
 def _rank_kernel(
     q_ptr: tl.tensor, index_ptr: tl.tensor, tables_ptr: tl.tensor, seqs_ptr: tl.tensor, positions_ptr: tl.tensor,
-    ranks_ptr: tl.tensor, num_blocks: tl.tensor, table_width: tl.tensor, N: tl.constexpr, W: tl.constexpr,
-    SIZE: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCKS: tl.constexpr, HEADS: tl.constexpr, WIDTH: tl.constexpr,
-    PDL: tl.constexpr,
+    weights_ptr: tl.tensor, ranks_ptr: tl.tensor, num_blocks: tl.tensor, table_width: tl.tensor, N: tl.constexpr,
+    W: tl.constexpr, SIZE: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCKS: tl.constexpr, HEADS: tl.constexpr,
+    WIDTH: tl.constexpr, PDL: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Scores of some blocks for a row, with their numbers; -1 for blocks that end behind it."""
+    """Ranks of some blocks for a row: their scores, and their numbers."""
     after_predecessor(PDL)
     t = tl.program_id(0).to(tl.int64)
     b_G = tl.program_id(1) * BLOCKS + tl.arange(0, BLOCKS)
     position = tl.load(positions_ptr + t)
     end_G = b_G.to(tl.int64) * SIZE + SIZE - 1
     is_open_G = (end_G > position) | (b_G >= num_blocks)
-    rank_G = tl.full([BLOCKS], -1, tl.int64)
+    rank_G = tl.full([BLOCKS], -0x7FFFFFFFFFFFFFFF, tl.int64)
     if tl.program_id(1).to(tl.int64) * BLOCKS * SIZE + SIZE - 1 <= position:
         m_M, c_C = tl.arange(0, HEADS), tl.arange(0, WIDTH)
         q_at = q_ptr + t * N * W + (m_M * W)[:, None] + c_C[None, :]
@@ -88,7 +98,11 @@ def _rank_kernel(
         key_at = index_ptr + (slot_G * W)[:, None] + c_C[None, :]
         key_GC = tl.load(key_at, mask=(~is_open_G)[:, None] & (c_C < W)[None, :], other=0.0).to(q_MC.dtype)
         products_MG = tl.dot(q_MC, tl.trans(key_GC), input_precision="ieee")
-        score_G = tl.sum(tl.maximum(products_MG, 0.0), axis=0)
+        parts_MG = tl.maximum(products_MG, 0.0)
+        if weights_ptr is not None:
+            parts_MG *= tl.load(weights_ptr + t * N + m_M, mask=m_M < N, other=0.0)[:, None]
+        bits_G = (tl.sum(parts_MG, axis=0) + 0.0).to(tl.int32, bitcast=True)
+        order_G = bits_G ^ ((bits_G >> 31) & 0x7FFFFFFF)
         number_G = 4294967295 - b_G.to(tl.int64)
-        rank_G = tl.where(is_open_G, -1, (score_G.to(tl.int32, bitcast=True).to(tl.int64) << 32) | number_G)
+        rank_G = tl.where(is_open_G, rank_G, (order_G.to(tl.int64) << 32) | number_G)
     tl.store(ranks_ptr + t * num_blocks + b_G, rank_G, mask=b_G < num_blocks)

@@ -65,8 +65,9 @@ def latent_inputs(
         latent_inputs_kernel, (triton.cdiv(T, tile.rows), parts, N + 1),
         q_TW, kv_TC, heads.key_map_NLP, heads.norm_L, cos_TR, sin_TR, slots_T, q_TNH, cache,
         T, q_TW.stride(0), kv_TC.stride(0), cos_TR.stride(0), cache.stride(0), heads.norm_eps,
-        N=N, P=P, L=L, R=R, LP=triton.next_power_of_2(L), RP=triton.next_power_of_2(R), BLOCK_SIZE=cache.shape[2],
-        SHARE=triton.next_power_of_2(triton.cdiv(tile.rows, parts)), MAPS=maps, **tile.constants(),
+        N=N, P=P, L=L, R=R, LP=triton.next_power_of_2(L), RP=triton.next_power_of_2(max(1, R)),
+        BLOCK_SIZE=cache.shape[2], SHARE=triton.next_power_of_2(triton.cdiv(tile.rows, parts)), MAPS=maps,
+        **tile.constants(),
     )
     # fmt: on
     return q_TNH
@@ -96,7 +97,8 @@ def latent_inputs_kernel(
         out_ptr += n * (2 * R + L)
         to_E = out_ptr + t_E.to(tl.int64) * (N * (2 * R + L))
         from_E = q_ptr + t_E.to(tl.int64) * q_stride + P
-        _rotate(from_E, to_E, is_row_E, t_E, is_row_E, cos_ptr, sin_ptr, angle_stride, R, RP)
+        if R > 0:
+            _rotate(from_E, to_E, is_row_E, t_E, is_row_E, cos_ptr, sin_ptr, angle_stride, R, RP)
         if MAPS:
             t_M = first + tl.arange(0, ROWS)
             q_M = q_ptr + t_M.to(tl.int64) * q_stride
@@ -108,7 +110,8 @@ def latent_inputs_kernel(
         slot_E = tl.load(slots_ptr + t_E, mask=is_row_E, other=-1)
         slots_E = cache_ptr + slot_E // BLOCK_SIZE * block_stride + slot_E % BLOCK_SIZE * (2 * R + L)
         key_E = kv_ptr + t_E.to(tl.int64) * kv_stride
-        _rotate(key_E + L, slots_E, slot_E >= 0, t_E, is_row_E, cos_ptr, sin_ptr, angle_stride, R, RP)
+        if R > 0:
+            _rotate(key_E + L, slots_E, slot_E >= 0, t_E, is_row_E, cos_ptr, sin_ptr, angle_stride, R, RP)
         _norm(key_E, slots_E + 2 * R, slot_E >= 0, norm_ptr, eps, L, LP)
 
 

@@ -21,7 +21,8 @@ def test_the_same_blocks_are_chosen(
     shape: str, block_size: int, size: int, dtype: torch.dtype, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     step = Step(SHAPES[shape], block_size, dtype)
-    expected = ops.choose_blocks.reference(step.q_TNW, step.cache, step.rows, size, COUNT)
+    given = step.q_TNW, step.cache, step.rows, size, COUNT
+    expected, weighted = (ops.choose_blocks.reference(*given, weights) for weights in (None, step.weights_TN))
     poison_new_tensors(monkeypatch)
     cache = step.cache._replace(index=step.index.to(device))
     groups = tuple(type(group)(*(x.to(device) for x in group)) for group in step.rows.groups)
@@ -29,3 +30,5 @@ def test_the_same_blocks_are_chosen(
     q_TNW = step.q_TNW.to(device, torch.float32 if dtype == torch.float32 else torch.bfloat16)
     found = choose_blocks_triton(q_TNW, cache, rows, size, COUNT)
     assert complete(step, found.cpu(), size) == complete(step, expected, size)
+    found = choose_blocks_triton(q_TNW, cache, rows, size, COUNT, step.weights_TN.to(device))
+    assert complete(step, found.cpu(), size) == complete(step, weighted, size)

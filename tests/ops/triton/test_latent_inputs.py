@@ -83,7 +83,7 @@ def test_queries_and_keys(T: int, dtype: torch.dtype, device: str, monkeypatch: 
     Case(device, T, dtype=dtype).check()
 
 
-@pytest.mark.parametrize(("N", "P", "R", "L"), [(1, 128, 32, 512), (5, 16, 3, 24), (2, 40, 5, 300)])
+@pytest.mark.parametrize(("N", "P", "R", "L"), [(1, 128, 32, 512), (5, 16, 3, 24), (2, 40, 5, 300), (3, 24, 0, 40)])
 def test_sizes_of_heads(N: int, P: int, R: int, L: int, device: str) -> None:
     Case(device, 19, N, P, R, L, dtype=torch.bfloat16).check()
 
