@@ -113,6 +113,7 @@ CASES: dict[str, Callable[[Path], Case]] = {
         folder, "authors", (2, 3, 3), "llama/gqa", fc_norm=True, norm_output=True, norm_before_residual=True
     ),
     "mtp of DeepSeek-V3": lambda folder: _mtp(folder, "deepseek_v3/groups", "deepseek"),
+    "mtp of DeepSeek-V3.2": lambda folder: _mtp(folder, "deepseek_v32/groups", "deepseek"),
     "mtp of GLM-4": lambda folder: _mtp(folder, "glm4/biases", "deepseek"),
     "mtp of GLM-4.5": lambda folder: _mtp(folder, "glm4_moe/normed_heads", "deepseek"),
     "mtp of Qwen3-Next": lambda folder: _mtp(folder, "qwen3/wide_heads", "qwen"),
@@ -129,6 +130,7 @@ MUCH_ALIKE = (
     "draft_model of another kind",
     "eagle3 of speculators",
     "eagle3 with more flags",
+    "mtp of DeepSeek-V3.2",
     "mtp of GLM-4",
     "mtp of GLM-4.5",
     "mtp of Qwen3-Next with experts",

@@ -596,6 +596,7 @@ RANDOM = (
     "_scale",
     ".temp",
     "hc.base",
+    "hc.scale",
     "hc_base",
 )
 """Parameters that begin as all ones or zeros, where mistakes would not show."""

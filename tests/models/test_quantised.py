@@ -61,6 +61,7 @@ FORMATS: dict[str, Writer] = {
     "nvfp4": compressed("nvfp4-pack-quantized", num_bits=4, type="float", strategy="tensor_group", group_size=16),
     "mxfp4": compressed("mxfp4-pack-quantized", num_bits=4, type="float", strategy="group", group_size=32),
 }
+LATENT = {"q_lora_rank": 32, "kv_lora_rank": 32, "v_head_dim": 16}
 SIZES: dict[str, dict[str, Any]] = {
     "llama/biases": {},
     "qwen3/wide_heads": {},
@@ -71,8 +72,10 @@ SIZES: dict[str, dict[str, Any]] = {
     "deepseek_v3/groups": {"moe_intermediate_size": 32, "q_lora_rank": 32, "kv_lora_rank": 32, "v_head_dim": 16},
     "qwen3_next/experts": {"moe_intermediate_size": 32, "linear_key_head_dim": 32, "linear_value_head_dim": 32},
     "qwen3_5_moe/experts": {"moe_intermediate_size": 32},
+    "axk2/gated_norms": {**LATENT, "moe_intermediate_size": 32, "index_head_dim": 32},
+    "glm_moe_dsa/shared": {**LATENT, "moe_intermediate_size": 32, "index_head_dim": 32},
 }
-RECURRENT = ("qwen3_next/experts", "qwen3_5_moe/experts")
+RECURRENT = ("qwen3_next/experts", "qwen3_5_moe/experts", "axk2/gated_norms", "glm_moe_dsa/shared")
 """Published in blocks of FP8, whose rows are blocks of the heads, or not, as those of the second here."""
 ALL_FAMILIES = {"gptq", "awq", "fp8, blocks", "int4", "modelopt nvfp4"}
 """Formats that every family is tried in; Llama is tried in each."""
