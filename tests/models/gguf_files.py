@@ -45,12 +45,13 @@ ARCHITECTURES = {
     "gpt_oss": "GPT_OSS",
     "deepseek_v2": "DEEPSEEK2",
     "deepseek_v3": "DEEPSEEK2",
+    "glm_moe_dsa": "GLM_DSA",
     "mistral4": "MISTRAL4",
     "youtu": "DEEPSEEK2",
     **DECODERS,
     **HYBRIDS,
 }
-LATENT = ("deepseek_v3", "mistral4", "youtu")
+LATENT = ("deepseek_v3", "glm_moe_dsa", "mistral4", "youtu")
 """Those whose files have maps to keys and values apart."""
 WITHOUT_MODEL = ("mixtral", "kimi_linear", "lfm2_moe", "minimax_m2", "phimoe")
 """Those whose experts' names begin with the layers."""
@@ -317,8 +318,12 @@ def _write_deepseek(writer: gguf.GGUFWriter, kind: str, config: dict[str, Any]) 
         writer.add_expert_feed_forward_length(config["intermediate_size"])
         writer.add_expert_shared_count(0)
         return
+    if kind == "glm_moe_dsa":
+        writer.add_indexer_head_count(config["index_n_heads"])
+        writer.add_indexer_key_length(config["index_head_dim"])
+        writer.add_indexer_top_k(config["index_topk"])
     kinds = gguf.ExpertGatingFuncType
-    writer.add_expert_gating_func(kinds.SIGMOID if kind == "deepseek_v3" else kinds.SOFTMAX)
+    writer.add_expert_gating_func(kinds.SIGMOID if kind in ("deepseek_v3", "glm_moe_dsa") else kinds.SOFTMAX)
     if beta := config["rope_parameters"].get("llama_4_scaling_beta"):
         writer.add_attn_temperature_scale(beta)
     writer.add_leading_dense_block_count(config["first_k_dense_replace"])

@@ -60,6 +60,7 @@ ROWS: dict[str, dict[str, Any]] = {
     },
     "deepseek_v3/groups": {},
     "deepseek_v3/half_split": {"rope_interleave": True},
+    "glm_moe_dsa/shared": {},
     "qwen3_next/experts": {},
     "qwen3_5/dense": {},
     "qwen3_5_moe/experts": {"linear_num_value_heads": 6},

@@ -202,6 +202,16 @@ def _mistral4(data: Metadata, config: Config) -> None:
         scaling["llama_4_scaling_beta"] = beta
 
 
+def _glm_dsa(data: Metadata, config: Config) -> None:
+    read_deepseek2(data, config)
+    must_be_sigmoid(data)
+    config["architectures"] = ["GlmMoeDsaForCausalLM"]
+    for own, key in (("head_count", "index_n_heads"), ("key_length", "index_head_dim"), ("top_k", "index_topk")):
+        config[key] = data.count(f"attention.indexer.{own}")
+    has_own = [f"blk.{i}.indexer.attn_k.weight" in data.file.tensors for i in range(config["num_hidden_layers"])]
+    config["indexer_types"] = ["full" if own else "shared" for own in has_own]
+
+
 def _minimax_m2(data: Metadata, config: Config) -> None:
     read_llama(data, config, ffn_size=data.count("expert_feed_forward_length"))
     must_be_sigmoid(data)
@@ -356,6 +366,13 @@ LAGUNA = {
     "exp_probs_b": "mlp.experts.e_score_correction_bias",
 }
 MIMO = {**GLM, "attn_sinks": "self_attn.attention_sink_bias"}
+GLM_DSA = {
+    **DEEPSEEK,
+    "indexer.attn_k": "self_attn.indexer.wk",
+    "indexer.attn_q_b": "self_attn.indexer.wq_b",
+    "indexer.k_norm": "self_attn.indexer.k_norm",
+    "indexer.proj": "self_attn.indexer.weights_proj",
+}
 
 MIXTURES: dict[str, GgufFamily] = {
     "afmoe": GgufFamily("AfmoeForCausalLM", AFMOE, _afmoe),
@@ -373,6 +390,7 @@ MIXTURES: dict[str, GgufFamily] = {
     "exaone-moe": GgufFamily(
         "ExaoneMoeForCausalLM", {**GLM, "exp_probs_b": "mlp.e_score_correction_bias"}, _exaone_moe
     ),
+    "glm-dsa": GgufFamily("GlmMoeDsaForCausalLM", GLM_DSA, _glm_dsa),
     "glm4moe": GgufFamily("Glm4MoeForCausalLM", GLM4, _glm4_moe),
     "granitemoe": GgufFamily("GraniteMoeForCausalLM", GRANITE_MOE, _granite_moe, is_permuted=True),
     "hunyuan-moe": GgufFamily(
