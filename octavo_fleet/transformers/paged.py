@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -31,8 +32,11 @@ class NotPaged(Exception):
 
 
 @dataclass
-class AttentionState:
-    """What the attention of each layer needs in one forward pass; every attention module refers to it."""
+class AttentionState(threading.local):
+    """What the attention of each layer needs in one forward pass; every attention module refers to it.
+
+    Each thread has its own: on a GPU one compiles kernels with a pass while others compute.
+    """
 
     specs: list[LayerCacheSpec] = field(default_factory=list)
     """What each attention of a pass caches, in the order of the calls: a layer may have several, or be run again."""

@@ -6,7 +6,9 @@ import io
 import json
 import random
 import re
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -87,6 +89,27 @@ def test_tokens_equal_generate_alone_and_batched(tmp_path: Path, family: str) ->
     if family != "starcoder2":  # whose window lets blocks go
         assert engine.scheduler.stats.num_preemptions > 0
     assert (engine.stats().prefix_hits > 0) == (family in PAGED)
+
+
+def test_passes_of_two_threads_do_not_disturb_each_other(tmp_path: Path) -> None:
+    """As on a GPU, where a thread compiles kernels with passes of its own."""
+    model, asked = save_checkpoint("smollm3", tmp_path), prompts()[:2]
+    right = [expected(model, prompt) for prompt in asked]
+    engine, _ = build_engine(EngineConfig.from_flat({**SETTINGS, "model": tmp_path}))
+    paged = engine.runner.executor._model  # type: ignore[attr-defined]
+    assert isinstance(paged, PagedTransformer)
+    passes = 0
+
+    def another_pass(*_: object) -> None:
+        nonlocal passes
+        if threading.current_thread() is threading.main_thread():
+            with ThreadPoolExecutor(1) as pool:
+                pool.submit(paged._decode, torch.zeros(2, dtype=torch.int64), torch.arange(2)).result()
+            passes += 1
+
+    paged._decoder.layers[0].register_forward_hook(another_pass)
+    assert run(engine, asked) == right
+    assert passes >= MAX_TOKENS
 
 
 @one_in(2)
