@@ -17,9 +17,11 @@ from octavo.errors import ConfigError
 from octavo.models.layer_cache import KVGroup, rank_cache
 from octavo.models.registry import read_config
 from octavo.ops.collective import SINGLE_RANK, ContextRanks
+from octavo.ops.sparse_attention import MOST_SCORES
 from octavo.runtime import memory
 from octavo.runtime.kv_storage import KVStorage
 from octavo.runtime.memory import GIB, Limits, MemoryBudget, plan_memory
+from octavo_bench.sanity import tiny_config
 
 KEYS = {
     "architectures": ["LlamaForCausalLM"],
@@ -142,6 +144,20 @@ def test_a_gpu_keeps_room_to_expand_the_keys_of_prompts_from_latents() -> None:
     )
     assert 1 * GIB < activations(max_model_len=163840) - activations(max_model_len=163840, v_head_dim=64) < 1.1 * GIB
     assert activations(device="cpu") == activations(device="cpu", v_head_dim=64)
+
+
+@pytest.mark.parametrize("max_model_len", [2048, 8192])
+def test_the_keys_of_indexers_and_their_scores_take_memory(max_model_len: int) -> None:
+    """Scores only where a row does not attend to all positions, and on GPUs."""
+    model = read_config(tiny_config("DeepseekV32ForCausalLM") | {"max_position_embeddings": 8192})
+    config, dtype = EngineConfig.from_flat({"max_model_len": max_model_len}), torch.bfloat16
+    sizes = {"bfloat16": 500}, 64 * GIB
+    limits, budget = plan_memory(config, model, dtype, dtype, "cuda", *sizes)
+    latents = sum(spec.head_dim for spec in model.cache)
+    assert budget.kv_cache == limits.num_blocks[0] * limits.block_size * 2 * (latents + model.num_layers * 128)
+    others = read_config(tiny_config("DeepseekV3ForCausalLM") | {"max_position_embeddings": 8192})
+    more = budget.activations - plan_memory(config, others, dtype, dtype, "cuda", *sizes)[1].activations
+    assert abs(more - (0 if max_model_len == 2048 else 4 * MOST_SCORES)) < 2**20
 
 
 @pytest.mark.parametrize(("num_tokens", "num_rows"), [(512, 512), (4096, 1024)])

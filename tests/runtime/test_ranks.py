@@ -381,7 +381,8 @@ def test_outputs_without_room_in_the_channel_are_taken_at_once(tmp_path: Path, m
 
 def test_layers_that_need_more_than_the_one_before_are_not_divided(tmp_path: Path) -> None:
     settings = ModelSettings(pipeline_parallel_size=2)
-    for row, name in (("gemma3n/streams", "Gemma3n"), ("zamba2/in_turn", "Zamba2")):
+    rows = ("gemma3n/streams", "Gemma3n"), ("glm_moe_dsa/shared", "GlmMoeDsa"), ("zamba2/in_turn", "Zamba2")
+    for row, name in rows:
         make_checkpoint(tmp_path / name, row)
         with pytest.raises(ConfigError, match=f"2 does not go with {name}ForCausalLM"):
             check_divides(read_config(open_checkpoint(tmp_path / name).config), settings, CPU)

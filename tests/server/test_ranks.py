@@ -252,6 +252,9 @@ def test_a_model_that_cannot_be_divided_is_refused(
 EIGHT_HEADS = {"num_attention_heads": 8, "hidden_size": 64}
 MISTRAL = {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": 32}
 DRAFTER = {"method": "draft_model", "model": "other", "num_speculative_tokens": 2}
+INDEXED = {"architectures": ["GlmMoeDsaForCausalLM"], "model_type": "glm_moe_dsa", "moe_intermediate_size": 32}
+INDEXED |= {"q_lora_rank": 16, "kv_lora_rank": 16, "n_routed_experts": 4, "num_experts_per_tok": 2}
+INDEXED |= {"qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8}
 FALCON = {"architectures": ["FalconForCausalLM"], "model_type": "falcon", "alibi": True, "multi_query": True}
 
 
@@ -274,6 +277,7 @@ FALCON = {"architectures": ["FalconForCausalLM"], "model_type": "falcon", "alibi
         ),
         (MISTRAL, 2, {"decode_context_parallel_size": 2}, "2 needs full attention"),
         (FALCON, 2, {"decode_context_parallel_size": 2}, "2 does not go with the model's ALiBi slopes"),
+        (INDEXED, 2, {"decode_context_parallel_size": 2}, "2 does not go with attention to what an indexer chooses"),
         (
             {},
             2,
