@@ -196,7 +196,10 @@ def _glm4v(config: Mapping[str, Any], given: Mapping[str, Any]) -> ImageProcesso
     more = {"sampling": "duration" if is_newer else "seconds", "longest": video.get("max_duration") or 300}
     more |= {"most_frames": 640, "grows": True}
     time = "{seconds:.1f} seconds" if is_newer else "{whole}"
-    return dataclasses.replace(
+    if given.get("patch_expand_factor") not in (None, 1):
+        found_factor = given["patch_expand_factor"]
+        raise CheckpointError(f"image processor: patch_expand_factor is {found_factor!r}; it must be 1")
+    made = dataclasses.replace(
         found,
         settings={**found.settings, "num_frames": 2, "group": 2, "grows": True},
         placeholder="<|image|>",
@@ -211,6 +214,9 @@ def _glm4v(config: Mapping[str, Any], given: Mapping[str, Any]) -> ImageProcesso
             group=2,
         ),
     )
+    if config.get("model_type") == "glmga":  # which samples frames in another way
+        return dataclasses.replace(made, video=None)
+    return made
 
 
 def _exaone(config: Mapping[str, Any], given: Mapping[str, Any]) -> ImageProcessor:

@@ -13,6 +13,8 @@ from transformers import AutoModelForImageTextToText, PreTrainedModel
 
 from octavo import LLM, SamplingParams
 from octavo.errors import CheckpointError
+from octavo.images.families import PROCESSORS
+from octavo.images.family_keys import TOKENS, VIDEO
 from octavo.models.vision.towers import read_vision
 from tests.models import vision
 from tests.models.test_vision import GREEDY, PROMPTS, SETTINGS, TOLERANCE, as_inputs, worst_difference
@@ -130,3 +132,14 @@ def test_quantised_text_and_a_dense_tower(name: str, tmp_path: Path, monkeypatch
     writers.replace_matrices(base, dense, matrices)
     model = AutoModelForImageTextToText.from_pretrained(dense, dtype=torch.float32, attn_implementation="eager").eval()
     check(name, folder, model)
+
+
+def test_glmga_has_no_videos_and_patches_of_its_own_size_alone() -> None:
+    config: dict[str, Any] = {"architectures": ["Glm46VForConditionalGeneration"], "model_type": "glmga"}
+    config |= {"vision_config": {}, VIDEO: {}, TOKENS: {}}
+    make = PROCESSORS["Glm46VForConditionalGeneration"]
+    found = make(config, {"patch_expand_factor": 1})
+    assert found is not None
+    assert found.video is None
+    with pytest.raises(CheckpointError, match="patch_expand_factor is 2; it must be 1"):
+        make(config, {"patch_expand_factor": 2})

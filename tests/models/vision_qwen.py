@@ -17,7 +17,17 @@ from transformers import (
     Qwen3OmniMoeThinkerForConditionalGeneration,
 )
 
-from tests.models.vision_base import HYBRID_TEXT, IMAGE, QWEN_SIZE, ROPE, TEXT, Family, of_grid, written_config
+from tests.models.vision_base import (
+    HYBRID_TEXT,
+    IMAGE,
+    QWEN_SIZE,
+    ROPE,
+    TEXT,
+    Family,
+    of_grid,
+    without_torchvision,
+    written_config,
+)
 
 QWEN3_PROCESSOR = partial(
     Qwen2VLImageProcessorPil,
@@ -31,6 +41,10 @@ QWEN_VISION = {"depth": 2, "hidden_size": 32, "num_heads": 2, "intermediate_size
 QWEN3_VISION = {**QWEN_VISION, "num_position_embeddings": 36}
 GLM_VISION = {**QWEN_VISION, "image_size": 56}
 GLM_PROCESSOR = partial(Glm4vImageProcessorPil, size={"shortest_edge": 28 * 28 * 8, "longest_edge": 28 * 28 * 60})
+GLMGA_PROCESSOR = partial(
+    without_torchvision("glmga", "image_processing_pil").GlmgaImageProcessorPil,
+    size={"shortest_edge": 28 * 28 * 8, "longest_edge": 28 * 28 * 60},
+)
 AUDIO = {"d_model": 16, "encoder_layers": 1, "encoder_attention_heads": 2, "encoder_ffn_dim": 16, "output_dim": 64}
 
 
@@ -155,6 +169,12 @@ QWEN = {
         "glm4v",
         {"text_config": {**TEXT, "rope_parameters": HALF_ROPE}, "vision_config": GLM_VISION, "image_token_id": IMAGE},
         GLM_PROCESSOR,
+        of_grid,
+    ),
+    "glmga": Family(
+        "glmga",
+        {"text_config": {**TEXT, "rope_parameters": HALF_ROPE}, "vision_config": GLM_VISION, "image_token_id": IMAGE},
+        GLMGA_PROCESSOR,
         of_grid,
     ),
     "glm4v_moe": Family(
