@@ -9,6 +9,7 @@ import pytest
 from octavo.errors import CheckpointError
 from octavo.layers.rotary import SwitchedRope, YarnRope
 from octavo.models.deepseek import DeepseekConfig
+from octavo.models.deepseek_sparse import SparseConfig
 from octavo.models.kimi_linear import KimiLinearConfig
 from octavo.models.longcat import LongcatConfig
 from octavo.models.minimax import MiniMaxConfig
@@ -279,7 +280,24 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         num_nextn_predict_layers=1, routed_scaling_factor=2.5, scoring_func="sigmoid", topk_group=4,
         topk_method="noaux_tc", rope_scaling={**DEEPSEEK_YARN, "mscale": 1.0, "mscale_all_dim": 1.0}, auto_map={},
     ),
+    "glm-5": shape(
+        "GlmMoeDsaForCausalLM", 154880, 6144, 12288, 78, 64, 64, 202752,
+        attention_bias=False, ep_size=1, first_k_dense_replace=3, head_dim=64, index_head_dim=128, index_n_heads=32,
+        index_topk=2048, indexer_rope_interleave=True, kv_lora_rank=512, moe_intermediate_size=2048, moe_layer_freq=1,
+        n_group=1, n_routed_experts=256, n_shared_experts=1, norm_topk_prob=True, num_experts_per_tok=8,
+        num_nextn_predict_layers=1, pretraining_tp=1, q_lora_rank=2048, qk_head_dim=256, qk_nope_head_dim=192,
+        qk_rope_head_dim=64, rope_interleave=True, rope_parameters={"rope_theta": 1000000, "rope_type": "default"},
+        routed_scaling_factor=2.5, scoring_func="sigmoid", topk_group=1, topk_method="noaux_tc", v_head_dim=256,
+    ),
 }  # fmt: skip
+PUBLISHED["deepseek-v3.2"] = {
+    **{key: value for key, value in PUBLISHED["deepseek-v3-widened"].items() if key != "auto_map"},
+    "architectures": ["DeepseekV32ForCausalLM"],
+    "model_type": "deepseek_v32",
+    "index_head_dim": 128,
+    "index_n_heads": 64,
+    "index_topk": 2048,
+}
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
@@ -316,6 +334,9 @@ def test_what_they_say() -> None:
     v3 = read("deepseek-v3-widened", DeepseekConfig)
     assert (v3.head_dim, v3.num_kv_heads, v3.layers[-1].mlp.routing.groups) == (576, 1, (8, 4))
     assert v3.layers[0].attention.scale == pytest.approx(192**-0.5 * 1.3689**2, rel=1e-4)
+    v32, glm = (read(name, SparseConfig) for name in ("deepseek-v3.2", "glm-5"))
+    assert {(spec.head_dim, spec.index_dim) for spec in (*v32.cache, *glm.cache)} == {(576, 128)}
+    assert [(config.index.num_heads, config.index.is_adjacent) for config in (v32, glm)] == [(64, False), (32, True)]
     step = read("step-3.5-flash", DecoderConfig)
     assert [(part.attention.num_heads, part.attention.window) for part in step.layers[:2]] == [(64, 0), (96, 512)]
     assert [width for _, width in step.ropes] == [64, 128]
