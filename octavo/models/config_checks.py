@@ -45,13 +45,14 @@ def check_sizes(config: ModelConfig, source: TensorSource) -> None:
 
 def _check_heads(config: ModelConfig, source: TensorSource) -> None:
     names = source.names()
+    first = config.cache[0]
     heads = (
         ("q_proj", "num_attention_heads", config.num_heads, config.query_rows),
-        ("k_proj", "num_key_value_heads", config.num_kv_heads, config.num_kv_heads * config.head_dim),
+        ("k_proj", "num_key_value_heads", first.num_kv_heads, first.num_kv_heads * first.head_dim),
     )
     for part, key, count, num_rows in heads:
         found = f"model.layers.0.self_attn.{part}.weight"
-        if found not in names or config.cache[0].kind != "attention":
+        if found not in names or first.kind != "attention":
             continue
         kind, shape = source.describe(found)
         if kind == "U8":  # packed: the reader of the format knows its size

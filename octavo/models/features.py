@@ -106,6 +106,14 @@ OWN_KEYS: dict[str, dict[str, Any]] = {
         "linear_num_value_heads": 4,
         "heads_per_ngram": 2,
     },
+    "InklingForCausalLM": {
+        "num_hidden_layers": 2,
+        "layer_types": ["hybrid", "hybrid_sliding"],
+        "swa_num_attention_heads": 4,
+        "swa_num_key_value_heads": 2,
+        "swa_head_dim": 16,
+        "rel_extent": 32,
+    },
     "ZayaForCausalLM": {
         "num_experts_per_tok": None,
         "num_hidden_layers": 2,

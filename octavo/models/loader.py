@@ -239,11 +239,11 @@ class WeightLoader:
             slopes_N=slopes_N,
         )
 
-    def own_rows(self, name: str, sections: Sequence[Section]) -> Tensor:
-        """Index of the rows that this device has of a matrix of these sections."""
-        count, form = sum(section.num_rows for section in sections), WeightFormat(torch.int64, self.form.device)
-        rows = DenseStored((torch.arange(count).unsqueeze(1),))
-        return self._shard.sections(name, rows, sections).dense(form)[:, 0]
+    def own_part(self, name: str, x_V: Tensor, sections: Sequence[Section] | None = None) -> Tensor:
+        """This device's part of a vector, divided by these sections or as the vocabulary is."""
+        column, form = DenseStored((x_V.unsqueeze(1),)), WeightFormat(x_V.dtype, self.form.device)
+        own = self._shard.vocabulary(column) if sections is None else self._shard.sections(name, column, sections)
+        return self._counted(own.dense(form)[:, 0])
 
     def num_own(self, num_heads: int) -> int:
         """Number of this device's query heads."""
@@ -367,12 +367,12 @@ class WeightLoader:
 
     def _in_shards(self, name: str, num_rows: int, width: int) -> StoredWeight:
         """A table of which the checkpoint has some rows after the other."""
-        found: list[StoredWeight] = []
-        while left := num_rows - sum(part.shape[0] for part in found):
-            module = f"{name}.shard_{len(found)}"
-            shape = self.tensors.shape(f"{module}.weight") or (left, width)
-            found.append(self._stored(module, (min(shape[0], left) or left, width)))
-        return found[0].join(found[1:]) if len(found) > 1 else found[0]
+        names = [f"{name}.shard_{i}" for i in range(sum(part.startswith(f"{name}.") for part in self.tensors.names))]
+        counts = [(self.tensors.shape(f"{part}.weight") or (num_rows,))[0] for part in names]
+        parts = [self._stored(part, (count, width)) for part, count in zip(names, counts, strict=True)]
+        if sum(counts) != num_rows:
+            raise CheckpointError(f"{name}: {sum(counts)} rows in parts; expected {num_rows}")
+        return parts[0].join(parts[1:])
 
     def small_embedding(self, name: str, count: int, hidden_size: int) -> Embedding:
         """A small embedding, replicated on every device."""

@@ -103,6 +103,8 @@ class AttentionPart:
     has_sinks: bool = False
     slopes: tuple[float, ...] = ()
     """What each head's scores lose with each position of distance (ALiBi), if anything."""
+    has_bias_of_distance: bool = False
+    """Whether scores gain what maps of the row say for each distance."""
     clip: float = 0.0
     """Queries, keys and values are limited to this absolute value; 0: not limited."""
     gate: GatePart | None = None

@@ -108,7 +108,8 @@ class MixedHeads:
         factors_K = weights.dense(f"{name}.qk_norm.temp", K)
         self.factors_Q = torch.cat((factors_K.new_ones(N * H), factors_K.repeat_interleave(H)))
         sections = [Section(N * H, N), Section(K * H, K), Section(K * H, K)]
-        self.own_W = weights.own_rows(name, sections) if weights.collective.size > 1 else None
+        rows_W = torch.arange(sum(section.num_rows for section in sections))
+        self.own_W = weights.own_part(name, rows_W, sections) if weights.collective.size > 1 else None
 
     def __call__(self, h_TD: Tensor, cache: LayerCache, rows: PagedRows) -> Tensor:
         N, K, H, Q, second = self.num_heads, self.num_kv_heads, self.head_dim, self.channels, self.second

@@ -41,6 +41,9 @@ class HeadLayout(NamedTuple):
     """float32: an additional logit per head in the denominator of the softmax."""
     slopes_N: Tensor | None = None
     """float32: what a score loses for each position from the key to the query (ALiBi, arXiv 2108.12409)."""
+    bias_TNE: Tensor | None = None
+    """Of the model's dtype, for each row of a step: what is added to a head's score for a key so many positions before
+    the row, from 0 to E - 1; nothing is for others."""
     shares_cache: bool = False
     """Whether another layer has stored this layer's keys and values: rows of ``qkv`` then hold queries only."""
 
@@ -222,6 +225,7 @@ def attention(
         heads.sinks_N,
         cache.scales,
         heads.slopes_N,
+        heads.bias_TNE,
     )
     return out_TNH.flatten(1)
 
@@ -266,12 +270,14 @@ def paged_attention(
     sinks_N: Tensor | None = None,
     scales: KVScales | None = None,
     slopes_N: Tensor | None = None,
+    bias_TNE: Tensor | None = None,
 ) -> Tensor:
     """Attend from every row to the positions of its sequence up to its own; a new tensor [T, N, H] of q's dtype.
 
     With a ``window`` a row sees at most that many positions, its own included; with a ``softcap`` scores become
     ``softcap * tanh(scores / softcap)``; with ``slopes`` (float32) each then loses its head's slope times the distance
-    of its key; ``sinks`` (float32) add a logit per head to the softmax's denominator.
+    of its key, or gains a row's ``bias`` for that distance; ``sinks`` (float32) add a logit per head to the softmax's
+    denominator.
 
     Caches are as those of a ``LayerCache`` and hold this step's keys and values already, divided by the ``scales`` if
     given. Rows ``cu_seqlens_q[s]`` to ``cu_seqlens_q[s + 1]`` (int32 [S + 1]) are the last positions of
@@ -292,7 +298,8 @@ def paged_attention(
         elif rows.stop > rows.start:
             seen_from = max(0, seq_len - (rows.stop - rows.start) - window + 1) if window else 0
             keys, values = context(k_cache, v_cache, block_tables_SB[s], seen_from, seq_len, q_TNH.shape[2])
-            _attend(q_TNH[rows], keys, values, rule, out_TNH[rows])
+            own = rule if bias_TNE is None else rule._replace(bias=bias_TNE[rows].transpose(0, 1))
+            _attend(q_TNH[rows], keys, values, own, out_TNH[rows])
     single.sort(key=lambda s: seq_lens[s])
     while single:  # from the longest, as many as fit into one batch
         room = max(1, MAX_SCRATCH // (seq_lens[single[-1]] * k_cache.shape[1] * q_TNH.shape[2]))
@@ -300,7 +307,8 @@ def paged_attention(
         group_S = torch.tensor(group, device=q_TNH.device)
         rows_S = cu_seqlens_q[group_S].long()
         tables, lens_S = block_tables_SB[group_S], seq_lens_S[group_S]
-        out_TNH[rows_S] = _attend_single(q_TNH[rows_S], k_cache, v_cache, tables, lens_S, rule)
+        own = rule if bias_TNE is None else rule._replace(bias=bias_TNE[rows_S].unsqueeze(2))
+        out_TNH[rows_S] = _attend_single(q_TNH[rows_S], k_cache, v_cache, tables, lens_S, own)
     return out_TNH
 
 
@@ -313,6 +321,8 @@ class Rule(NamedTuple):
     sinks_N: Tensor | None
     scales: KVScales | None
     slopes_N: Tensor | None = None
+    bias: Tensor | None = None
+    """[..., N, rows, E]: what is added to scores by the distance of a key."""
 
     def scaled(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values [..., K, C, H] of what the cache holds."""
@@ -337,6 +347,9 @@ class Rule(NamedTuple):
             scores = scores.div_(self.softcap).tanh_().mul_(self.softcap)
         if self.slopes_N is not None and distance is not None:
             scores = scores.sub_(self.slopes_N[:, None, None] * distance)
+        if self.bias is not None and distance is not None:
+            places = distance.clamp(0, self.bias.shape[-1] - 1).expand(scores.shape)
+            scores = scores.add_(self.bias.gather(-1, places).masked_fill_(distance != places, 0.0))
         return scores.masked_fill_(is_hidden, float("-inf"))
 
 
@@ -375,7 +388,8 @@ def _attend(q_QNH: Tensor, k_KCH: Tensor, v_KCH: Tensor, rule: Rule, out_QNH: Te
         is_hidden_QC = distance_QC < 0
         if rule.window:
             is_hidden_QC |= distance_QC >= rule.window
-        weights = rule.weights(products, is_hidden_QC, distance_QC)
+        own = rule if rule.bias is None else rule._replace(bias=rule.bias[:, first : first + Q])
+        weights = own.weights(products, is_hidden_QC, distance_QC)
         out_KGQH = (weights.view(K, -1, end) @ v_KCH[:, :end]).view(K, -1, Q, H)
         out_QNH[first : first + Q] = out_KGQH.permute(2, 0, 1, 3).reshape(Q, N, H)
 

@@ -23,6 +23,9 @@ from octavo.ops.cache_rows import unpack_rows
 from octavo.ops.dispatch import op
 from octavo.ops.sparse_attention import ChosenKeys
 
+MOST_PAIRS = 2**13
+"""Rows times kv heads that are computed as sequences at once: kernels have scratch memory for each."""
+
 
 class RowPlaces(NamedTuple):
     """The sequences of a step's rows, and their positions in these; those of padding are valid ones of others."""
@@ -147,31 +150,36 @@ def attend_in_order(
     """
     assert not heads.window, "windows do not go with chosen blocks"
     T, K, S, H = len(qkv_TW), heads.num_kv_heads, cache.keys.shape[2], heads.head_dim
-    q_TNH = stored_heads(qkv_TW, heads, *angles, cache, rows)
+    q_TNH, slots_T = stored_heads(qkv_TW, heads, *angles, cache, rows), rows.of(cache).slot_mapping_T
     places, unit = RowPlaces.of(cache, rows, T), math.gcd(S, size)
     starts_TKCE = blocks_TKC.unsqueeze(3) * size + torch.arange(0, size, unit, device=qkv_TW.device)
     slots_TKE = (places.slots(starts_TKCE.flatten(1)) // unit).view(T, blocks_TKC.shape[1], -1)
     parts = S // unit
     of_heads_K1 = torch.arange(K, device=qkv_TW.device)[:, None]
     tables_TKE = ((slots_TKE // parts) * K + of_heads_K1) * parts + slots_TKE % parts
-    starts = (rows.cu_seqlens_q[-1] * K).clamp(max=torch.arange(T * K + 1, device=qkv_TW.device)).int()
-    lens_TK = lens_TK.expand(T, K).where(places.is_real_T[:, None], 0)
-    alone = replace(
-        rows,
-        groups=(GroupRows(rows.of(cache).slot_mapping_T.repeat_interleave(K), tables_TKE.flatten(0, 1).int()),),
-        cu_seqlens_q=starts,
-        seq_lens_S=lens_TK.flatten().int(),
-        max_query_len=1,
-        single=None,
-        state_slots_S=None,
-    )
-    keys, values = (x.view(-1, 1, unit, x.shape[3]) for x in (cache.keys, cache.values))
-    view = LayerCache(keys, values)
+    lens_TK = lens_TK.expand(T, K).where(places.is_real_T[:, None], 0).int()
     layout = HeadLayout(heads.num_heads // K, 1, H, heads.scale, shares_cache=True)
     if cache.scales is not None:
         factors_K11, value_factors_K11 = (scale_K[:, None, None] for scale_K in cache.scales)
         q_TNH = (q_TNH.view(T, K, -1, H) * factors_K11).to(q_TNH.dtype)
-    found = attention(q_TNH.reshape(T * K, -1), layout, None, None, view, alone)
+    keys, values = (x.view(-1, 1, unit, x.shape[3]) for x in (cache.keys, cache.values))
+    view = LayerCache(keys, values)
+    found = qkv_TW.new_empty(T * K, heads.num_heads // K * H)
+    for first in range(0, T, max(1, MOST_PAIRS // K)):
+        own = slice(first, min(T, first + max(1, MOST_PAIRS // K)))
+        tables = tables_TKE[own].flatten(0, 1).int()
+        numbers = torch.arange(len(tables) + 1, device=qkv_TW.device)
+        alone = replace(
+            rows,
+            groups=(GroupRows(slots_T[own].repeat_interleave(K), tables),),
+            cu_seqlens_q=((rows.cu_seqlens_q[-1] - first).clamp(min=0) * K).minimum(numbers).int(),
+            seq_lens_S=lens_TK[own].flatten(),
+            max_query_len=1,
+            single=None,
+            state_slots_S=None,
+        )
+        pairs = slice(K * own.start, K * own.stop)
+        found[pairs] = attention(q_TNH[own].reshape(len(tables), -1), layout, None, None, view, alone)
     if cache.scales is not None:
         found = (found.view(T, K, -1, H) * value_factors_K11).to(found.dtype)
     return found.reshape(T, -1)

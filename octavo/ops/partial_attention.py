@@ -80,6 +80,7 @@ def check_heads(heads: HeadLayout) -> None:
     """Assert that heads have nothing of which partial attention knows nothing."""
     assert not heads.window, "partial attention has no windows"
     assert heads.slopes_N is None, "partial attention has no slopes"
+    assert heads.bias_TNE is None, "partial attention has no biases of distances"
     assert heads.sinks_N is None, "sinks are added when parts are merged"
 
 

@@ -60,7 +60,8 @@ def suits(q_TNH: Tensor, heads: HeadLayout, cache: LayerCache) -> bool:
         q_TNH.dtype in (torch.bfloat16, torch.float16)
         and cache.keys.dtype == cache.values.dtype == q_TNH.dtype
         and cache.scales is None
-        and not (heads.window or heads.softcap or heads.sinks_N is not None or heads.slopes_N is not None)
+        and not (heads.window or heads.softcap)
+        and all(x is None for x in (heads.sinks_N, heads.slopes_N, heads.bias_TNE))
         and H == 128
         and block_size == PAGE
         and group <= ROWS

@@ -46,6 +46,7 @@ STATE_TYPES = {
     "bailing_hybrid",
     "zaya",
     "qwen4_exp_text",
+    "inkling_text",
 }
 WITH_STATE = [row for row in ROWS if ROWS[row][0] in STATE_TYPES]
 

@@ -138,6 +138,25 @@ QWEN4 = {
     "indexer_budget": 24,
     "indexer_compress_ratio": 4,
 }
+INKLING = {
+    "num_hidden_layers": 3,
+    "layer_types": ["hybrid", "hybrid_sliding", "hybrid"],
+    "mlp_layer_types": ["dense", "sparse", "sparse"],
+    "head_dim": 16,
+    "swa_head_dim": 8,
+    "swa_num_attention_heads": 8,
+    "swa_num_key_value_heads": 4,
+    "sliding_window_size": 9,
+    "rel_extent": 20,
+    "d_rel": 6,
+    "log_scaling_n_floor": 30,
+    "log_scaling_alpha": 0.4,
+    "moe_intermediate_size": 24,
+    "n_routed_experts": 6,
+    "num_experts_per_tok": 2,
+    "route_scale": 1.5,
+    "logits_mup_width_multiplier": 2.0,
+}
 ZAYA = {"head_dim": 16, "moe_intermediate_size": 24, "num_experts": 4, "router_hidden_size": 12}
 DEEPSEEK_V4 = {
     "num_key_value_heads": 1,
@@ -539,6 +558,12 @@ ROWS: dict[str, tuple[str, dict[str, Any]]] = {
             "o_groups": 2,
             "swiglu_limit": 0.4,
         },
+    ),
+    "inkling_text/biases": ("inkling_text", INKLING),
+    "inkling_text/plain": (
+        "inkling_text",
+        {**INKLING, "num_hidden_layers": 2, "layer_types": ["hybrid_sliding", "hybrid"], "sconv_kernel_size": 3}
+        | {"mlp_layer_types": None, "n_shared_experts": 1, "log_scaling_n_floor": None, "rel_extent": 500},
     ),
     "gpt2/small": ("gpt2", GPT2),
     "gpt2/scaled_by_layer": ("gpt2", {**GPT2, "n_inner": 40, "scale_attn_by_inverse_layer_idx": True}),

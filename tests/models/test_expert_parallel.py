@@ -58,6 +58,8 @@ def _within(part: object) -> Iterator[Mixture]:
     for name, value in vars(part).items():
         if name == "experts":
             yield value
+        elif hasattr(value, "bytes_by_format"):  # experts that all tokens use
+            continue
         elif hasattr(value, "__dict__") and type(value).__module__.startswith(("octavo.models", "octavo.layers")):
             yield from _within(value)
 

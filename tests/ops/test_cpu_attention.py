@@ -11,10 +11,19 @@ import torch
 from torch import Tensor
 
 from octavo.ops import attention, dispatch
-from octavo.ops.attention import GroupRows, HeadLayout, KVScales, LayerCache, PagedRows
+from octavo.ops.attention import (
+    GroupRows,
+    HeadLayout,
+    KVScales,
+    LayerCache,
+    PagedRows,
+    paged_attention,
+    stored_heads,
+)
 from octavo.ops.cache_rows import INT4, STORED, pack_rows, row_length, unpack_rows
 from octavo_kernels.cpu import threads
 from tests.ops.cpu_cases import needs_float_kernels, poison_new_tensors
+from tests.ops.triton.paged_cases import with_bias
 from tests.tiers import nightly_after, one_in
 
 pytestmark = needs_float_kernels
@@ -141,6 +150,8 @@ def exact(case: Case) -> Tensor:
                 scores = heads.softcap * torch.tanh(scores / heads.softcap)
             if heads.slopes_N is not None:
                 scores = scores - heads.slopes_N.double()[:, None] * (last - torch.arange(last + 1)[seen])
+            if heads.bias_TNE is not None:
+                scores = with_bias(scores, heads.bias_TNE[t])
             if heads.sinks_N is not None:
                 scores = torch.cat((scores, heads.sinks_N.double()[:, None]), dim=1)
             weights = scores.softmax(-1)[:, : keys[seen].shape[0]]
@@ -200,6 +211,8 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "one position": {"window": 1},
     "softcap": {"softcap": 0.7},
     "slopes": {"slopes_N": 2.0 ** -torch.arange(6.0), "window": 200},
+    "biases of distances": {"bias_TNE": torch.linspace(-3, 4, 68 * 6 * 90).sin().view(68, 6, 90)},
+    "biases and a window": {"bias_TNE": torch.linspace(-3, 400, 68 * 6 * 5).sin().view(68, 6, 5), "window": 37},
     "sinks": {"sinks_N": torch.linspace(-2, 4, 6)},
     "norms": {"q_norm_H": torch.linspace(0.5, 2, 24), "k_norm_H": torch.linspace(-1, 1, 24), "norm_eps": 1e-4},
 }
@@ -210,6 +223,11 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 def test_every_part_of_the_layout(layout: str, rotated: int | None) -> None:
     case = make_case([7, 310, 290], [7, 60, 1], (6, 2, 24, 16), torch.float32, rotated, **LAYOUTS[layout])
     torch.testing.assert_close(case.run().double(), exact(case), rtol=1e-5, atol=2e-6)
+    q_TNH = stored_heads(case.qkv_TW, case.heads, case.cos_TR, case.sin_TR, case.cache, case.rows)
+    rule = case.heads.scale, case.heads.window, case.heads.softcap, case.heads.sinks_N, None, case.heads.slopes_N
+    tables, starts, lengths = case.rows.of(case.cache).block_tables_SB, case.rows.cu_seqlens_q, case.rows.seq_lens_S
+    plain = paged_attention(q_TNH, *case.cache[:2], tables, starts, lengths, *rule, case.heads.bias_TNE)
+    torch.testing.assert_close(plain.flatten(1).double(), exact(case), rtol=1e-5, atol=2e-6)
 
 
 @pytest.mark.parametrize("dtype", CACHE_DTYPES)

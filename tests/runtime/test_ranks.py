@@ -244,6 +244,7 @@ def compare(
 KEY_HEADS = {
     **dict.fromkeys(("mamba2", "nemotron_h"), "n_groups"),
     "zamba2": "mamba_ngroups",
+    "inkling_text": "num_key_value_heads",
     **dict.fromkeys(("bamba", "falcon_h1", "granitemoehybrid"), "mamba_n_groups"),
     **dict.fromkeys(("qwen3_next", "qwen3_5", "qwen3_5_moe", "qwen4_exp_text"), "linear_num_key_heads"),
 }

@@ -174,3 +174,5 @@ def _check_parts(model: ModelConfig, size: int, num_parts: int) -> None:
         raise ConfigError(f"{name} needs full attention, and the model has layers with a sliding window")
     if isinstance(model, DecoderConfig) and any(part.attention.slopes for part in model.layers):
         raise ConfigError(f"{name} does not go with the model's ALiBi slopes")
+    if isinstance(model, DecoderConfig) and any(part.attention.has_bias_of_distance for part in model.layers):
+        raise ConfigError(f"{name} does not go with the model's biases of distances")

@@ -139,8 +139,9 @@ def _score_run(kind: Constant, a: Any, begin: int, run: Any, keys: int, ahead: i
 
 
 @copied
-def weigh_rows(a: Any, begin: int, end: int, head: int, work: Any, parts: Any) -> None:
-    """Second pass: scores to weights; each row's largest score and sum of weights. ``head`` is their kv head."""
+def weigh_rows(a: Any, begin: int, end: int, head: int, token: int, work: Any, parts: Any) -> None:
+    """Second pass: scores to weights; each row's largest score and sum of weights. ``head`` is their kv head, ``token``
+    the step's row that is the first of them."""
     queries, positions, scores, _, _, _ = work
     num_rows, group = len(queries), a.N // a.K
     for first in range(0, num_rows, WEIGH_ROWS):
@@ -154,6 +155,11 @@ def weigh_rows(a: Any, begin: int, end: int, head: int, work: Any, parts: Any) -
                 slope = view(a.slopes, a.N, np.float32)[head * group + row % group]
                 for i in range(low, high):
                     scores[row, i] -= slope * np.float32(positions[row] - begin - i)
+            if a.bias:
+                at = a.bias + 4 * ((token + row // group) * a.N + head * group + row % group) * a.extent
+                bias = view(at, a.extent, np.float32)
+                for i in range(max(low, positions[row] - begin - a.extent + 1), high):
+                    scores[row, i] += bias[positions[row] - begin - i]
             for i in range(min(low, vectors * LANES)):
                 scores[row, i] = -np.inf
             for i in range(max(0, high), vectors * LANES):

@@ -138,7 +138,7 @@ def attend_task(number_format: int) -> int:
                 low, high = _first_of(a, tile, part), min((part + 1) * PART, most_seen)
                 num_runs = list_runs(a, table, head, low, high, runs)
                 score_rows(number_format, a, low, num_runs, work)
-                weigh_rows(a, low, high, head, work, parts)
+                weigh_rows(a, low, high, head, tile.row, work, parts)
                 later = _keys_after(number_format, a, item, part, end - 1)
                 gather_rows(number_format, a, low, num_runs, work, parts, later)
                 if tile.slot < 0:

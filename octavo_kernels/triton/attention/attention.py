@@ -104,7 +104,7 @@ def _attend(
                 out_TNX,
             )
             return
-    rule = heads.scale, heads.window, heads.softcap, heads.sinks_N, cache.scales, heads.slopes_N
+    rule = heads.scale, heads.window, heads.softcap, heads.sinks_N, cache.scales, heads.slopes_N, heads.bias_TNE
     prefill_attention(
         q_TNH,
         cache.keys,

@@ -113,16 +113,14 @@ def run_decode_attention(
         block_tables_SB,
         *((rows.cu_seqlens_q, rows.seq_lens_S) if single is None else single),
         heads.sinks_N,
-        heads.slopes_N,
+        *(heads.slopes_N, heads.bias_TNE),
         out_TW,
         torch.empty(*partial_shape, H, dtype=torch.float32, device=x_TW.device),
         torch.empty(partial_shape, dtype=torch.float32, device=x_TW.device),
         counters(x_TW.device, MAX_PAIRS),
         scale / heads.softcap if heads.softcap else scale * LOG2_E.value,
         heads.softcap * LOG2_E.value,
-        heads.norm_eps,
-        x_TW.stride(0),
-        out_TW.stride(0),
+        *(heads.norm_eps, extent_of(heads.bias_TNE), x_TW.stride(0), out_TW.stride(0)),
         prologue.cos_TR.stride(0) if prologue and prologue.cos_TR is not None else 0,
         block_tables_SB.stride(0),
         keys.stride(0),
@@ -132,6 +130,14 @@ def run_decode_attention(
         X=out_TW.shape[1] // heads.num_heads,
         **constants,
     )
+
+
+def extent_of(bias_TNE: Tensor | None) -> int:
+    """How many distances have a bias."""
+    if bias_TNE is None:
+        return 0
+    assert bias_TNE.is_contiguous(), "the biases of a row must lie side by side"
+    return bias_TNE.shape[2]
 
 
 def _constants(
@@ -181,16 +187,15 @@ def _constants(
 def _decode_kernel(
     x: tl.tensor, cos: tl.tensor, sin: tl.tensor, slots: tl.tensor, q_norm: tl.tensor, k_norm: tl.tensor,
     k_cache: tl.tensor, v_cache: tl.tensor, k_scales: tl.tensor, v_scales: tl.tensor, tables: tl.tensor,
-    cu_seqlens: tl.tensor, seq_lens: tl.tensor, sinks: tl.tensor, slopes: tl.tensor, out: tl.tensor,
+    cu_seqlens: tl.tensor, seq_lens: tl.tensor, sinks: tl.tensor, slopes: tl.tensor, biases: tl.tensor, out: tl.tensor,
     parts: tl.tensor, logs: tl.tensor, counters: tl.tensor, scale: tl.tensor, cap: tl.tensor, eps: tl.tensor,
-    x_stride: tl.tensor, out_stride: tl.tensor, angle_stride: tl.tensor, table_stride: tl.tensor,
+    extent: tl.tensor, x_stride: tl.tensor, out_stride: tl.tensor, angle_stride: tl.tensor, table_stride: tl.tensor,
     block_stride: tl.tensor, max_splits: tl.tensor, min_tiles: tl.tensor, HEAD_STRIDE: tl.constexpr,
-    SLOT_STRIDE: tl.constexpr, BLOCK_SIZE: tl.constexpr, BY_ROW: tl.constexpr, RANK: tl.constexpr,
-    PARTS: tl.constexpr, X: tl.constexpr, K: tl.constexpr, G: tl.constexpr, H: tl.constexpr, R: tl.constexpr,
-    GP: tl.constexpr, HP: tl.constexpr, ROWS: tl.constexpr, WINDOW: tl.constexpr, CAPPED: tl.constexpr,
-    PROLOGUE: tl.constexpr, TILE: tl.constexpr, SHARES: tl.constexpr, SPLIT: tl.constexpr, AT_ONCE: tl.constexpr,
-    DOT: tl.constexpr, STAGES: tl.constexpr, RUN: tl.constexpr, PLANES: tl.constexpr, ASSEMBLY: tl.constexpr,
-    PDL: tl.constexpr,
+    SLOT_STRIDE: tl.constexpr, BLOCK_SIZE: tl.constexpr, BY_ROW: tl.constexpr, RANK: tl.constexpr, PARTS: tl.constexpr,
+    X: tl.constexpr, K: tl.constexpr, G: tl.constexpr, H: tl.constexpr, R: tl.constexpr, GP: tl.constexpr,
+    HP: tl.constexpr, ROWS: tl.constexpr, WINDOW: tl.constexpr, CAPPED: tl.constexpr, PROLOGUE: tl.constexpr,
+    TILE: tl.constexpr, SHARES: tl.constexpr, SPLIT: tl.constexpr, AT_ONCE: tl.constexpr, DOT: tl.constexpr,
+    STAGES: tl.constexpr, RUN: tl.constexpr, PLANES: tl.constexpr, ASSEMBLY: tl.constexpr, PDL: tl.constexpr,
 ) -> None:  # fmt: skip
     """``GP``, ``HP``: G and H filled up to powers of two, H to 16 numbers a plane; ``ROWS``: the queries of a tile."""
     split, kv_head, seq = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -224,6 +229,7 @@ def _decode_kernel(
     q = turned(q_heads, q_norm, q_weights, q_angles, eps, H, 1) if PROLOGUE else q_heads[0]
     q, g, scale = _queries(q.to(x.dtype.element_ty), g, scale * k_scale, ROWS, RUN, PLANES, SHARES)
     slope = None if slopes is None else tl.load(slopes + kv_head * G + g, mask=g < G, other=0.0) * LOG2_E
+    bias = None if biases is None else biases + (row * (K * G) + kv_head * G + tl.minimum(g, G - 1)) * extent
     if PROLOGUE:
         k_own = divided(turned(k_head, k_norm, k_weights, k_angles, eps, H, 0), k_scales, k_scale)
         k, v = _with_own(
@@ -231,8 +237,8 @@ def _decode_kernel(
             block_stride, SLOT_STRIDE, BLOCK_SIZE, H, PLANES,
         )  # fmt: skip
     peak, total, acc = _walk(
-        q, k, v, k_cache, v_cache, tables, begin, last, seen_from, length, scale, cap, slope, block_stride,
-        SLOT_STRIDE, BLOCK_SIZE, H, HP, WINDOW, CAPPED, TILE, SHARES, DOT, STAGES, RUN, PLANES, ASSEMBLY,
+        q, k, v, k_cache, v_cache, tables, begin, last, seen_from, length, scale, cap, slope, bias, extent,
+        block_stride, SLOT_STRIDE, BLOCK_SIZE, H, HP, WINDOW, CAPPED, TILE, SHARES, DOT, STAGES, RUN, PLANES, ASSEMBLY,
     )  # fmt: skip
     _finish(
         out + row * out_stride, parts, logs, counters, (peak, total, acc * v_scale), sinks, split, num_runs,
@@ -373,7 +379,8 @@ def _queries(
 def _walk(
     q: tl.tensor, k: tl.tensor, v: tl.tensor, k_cache: tl.tensor, v_cache: tl.tensor, tables: tl.tensor,
     begin: tl.tensor, last: tl.tensor, seen_from: tl.tensor, length: tl.tensor, scale: tl.tensor, cap: tl.tensor,
-    slope: tl.tensor, block_stride: tl.tensor, SLOT_STRIDE: tl.constexpr, BLOCK_SIZE: tl.constexpr, H: tl.constexpr,
+    slope: tl.tensor, bias: tl.tensor, extent: tl.tensor, block_stride: tl.tensor, SLOT_STRIDE: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, H: tl.constexpr,
     HP: tl.constexpr, WINDOW: tl.constexpr, CAPPED: tl.constexpr, TILE: tl.constexpr, SHARES: tl.constexpr,
     DOT: tl.constexpr, STAGES: tl.constexpr, RUN: tl.constexpr, PLANES: tl.constexpr, ASSEMBLY: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
@@ -391,7 +398,9 @@ def _walk(
     position = last * TILE + t
     is_seen = (position >= seen_from) & (position < length)
     distance = length - 1 - position
-    sums = _attend(q, k, v, is_seen, distance, sums, scale, cap, slope, CAPPED, DOT, RUN, PLANES, ASSEMBLY)
+    sums = _attend(
+        q, k, v, is_seen, distance, sums, scale, cap, slope, bias, extent, CAPPED, DOT, RUN, PLANES, ASSEMBLY
+    )
     for i in tl.range(begin, last, num_stages=STAGES):
         position = i * TILE + t
         is_stored = tl.full(t_of_share.shape, True, tl.int1)
@@ -402,8 +411,9 @@ def _walk(
         at = _tile_start(tables, i + 1, last * TILE, block_stride, SLOT_STRIDE, BLOCK_SIZE, TILE, SHARES)
         is_seen, distance = position >= seen_from, length - 1 - position
         sums = _attend(
-            q, tile_k, tile_v, is_seen, distance, sums, scale, cap, slope, CAPPED, DOT, RUN, PLANES, ASSEMBLY
-        )
+            q, tile_k, tile_v, is_seen, distance, sums, scale, cap, slope, bias, extent, CAPPED, DOT, RUN, PLANES,
+            ASSEMBLY,
+        )  # fmt: skip
     peak, total, acc = sums
     if SHARES > 1:
         top = tl.max(peak, 0)
@@ -418,8 +428,8 @@ def _walk(
 @triton.jit
 def _attend(
     q: tl.tensor, k: tl.tensor, v: tl.tensor, is_seen: tl.tensor, distance: tl.tensor, sums: tl.tensor,
-    scale: tl.tensor, cap: tl.tensor, slope: tl.tensor | None, CAPPED: tl.constexpr, DOT: tl.constexpr,
-    RUN: tl.constexpr, PLANES: tl.constexpr, ASSEMBLY: tl.constexpr,
+    scale: tl.tensor, cap: tl.tensor, slope: tl.tensor | None, bias: tl.tensor | None, extent: tl.tensor,
+    CAPPED: tl.constexpr, DOT: tl.constexpr, RUN: tl.constexpr, PLANES: tl.constexpr, ASSEMBLY: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
     """Add a tile to the sums: each query's largest score, its sum of weights, its weighted sum of values."""
     peak, total, acc = sums
@@ -437,6 +447,10 @@ def _attend(
         scores = cap * tl.where(scores < 0, -1.0, 1.0) * (1 - small) / (1 + small)
     if slope is not None:
         scores -= slope[:, None] * tl.expand_dims(distance, -2)
+    if bias is not None:
+        far = tl.expand_dims(distance, -2)
+        has_bias = (far >= 0) & (far < extent)
+        scores += tl.load(bias[:, None] + far, mask=has_bias, other=0.0).to(tl.float32) * LOG2_E
     scores = tl.where(tl.expand_dims(is_seen, -2), scores, float("-inf"))
     # Small weights of float16 are not exact, so the largest is 2^15 there.
     higher = tl.maximum(peak, tl.max(scores, -1) - (15.0 if q[0].dtype == tl.float16 else 0.0))

@@ -19,6 +19,7 @@ from torch import Tensor
 from octavo.ops.attention import KVScales
 from octavo.ops.collective import WHOLE_CONTEXT, ContextPart
 from octavo_kernels.triton.attention.cached_rows import least_width, load_rows, row_assembly, run_of, turned_back
+from octavo_kernels.triton.attention.decode_attention import extent_of
 from octavo_kernels.triton.attention.decode_qkv import load_scales
 from octavo_kernels.triton.launch import after_predecessor, launch, num_multiprocessors, shared_bytes
 from octavo_kernels.triton.split_sums import LOG2_E, NO_SCORE, part_count, store_log
@@ -70,6 +71,7 @@ def prefill_attention(
     sinks_N: Tensor | None = None,
     scales: KVScales | None = None,
     slopes_N: Tensor | None = None,
+    bias_TNE: Tensor | None = None,
     skip_single: bool = False,
     out: Tensor | None = None,
     config: PrefillTile | None = None,
@@ -102,9 +104,10 @@ def prefill_attention(
     # fmt: off
     launch(
         _prefill_kernel, (K, full + min(S, max(MAX_SPARE, at_once - full))),
-        q_TNH, k_cache, v_cache, out_TNH, block_tables_SB, cu_seqlens_q, seq_lens_S, sinks_N, slopes_N,
+        q_TNH, k_cache, v_cache, out_TNH, block_tables_SB, cu_seqlens_q, seq_lens_S, sinks_N, slopes_N, bias_TNE,
         *(scales or (None, None)),
-        1.0 if softcap else LOG2_E.value * scale, cap_in, LOG2_E.value * softcap, window, S,
+        extent_of(bias_TNE), 1.0 if softcap else LOG2_E.value * scale, cap_in,
+        LOG2_E.value * softcap, window, S,
         q_TNH.stride(0), out_TNH.stride(0), block_tables_SB.stride(0), *k_cache.stride()[:2], *v_cache.stride()[:2],
         RANK=part.rank, PARTS=part.size, X=X,
         GROUP=group, H=H, HEAD_BLOCK=head_block, BLOCK_SIZE=block_size, SLOT_STRIDE=k_cache.shape[3], ROWS=rows,
@@ -126,14 +129,13 @@ def config_for(element: int, head_block: int, room: int) -> PrefillTile:
 def _prefill_kernel(
     q_ptr: tl.tensor, k_ptr: tl.tensor, v_ptr: tl.tensor, out_ptr: tl.tensor, tables_ptr: tl.tensor,
     cu_seqlens_ptr: tl.tensor, seq_lens_ptr: tl.tensor, sinks_ptr: tl.tensor, slopes_ptr: tl.tensor,
-    k_scale_ptr: tl.tensor, v_scale_ptr: tl.tensor, scale: tl.tensor, cap_in: tl.tensor, cap_out: tl.tensor,
-    window: tl.tensor, S: tl.tensor, q_stride: tl.tensor, out_stride: tl.tensor, table_stride: tl.tensor,
-    k_block_stride: tl.tensor, k_head_stride: tl.tensor, v_block_stride: tl.tensor, v_head_stride: tl.tensor,
-    RANK: tl.constexpr, PARTS: tl.constexpr, X: tl.constexpr, GROUP: tl.constexpr, H: tl.constexpr,
-    HEAD_BLOCK: tl.constexpr, BLOCK_SIZE: tl.constexpr, SLOT_STRIDE: tl.constexpr, ROWS: tl.constexpr,
-    KEYS: tl.constexpr, RUN: tl.constexpr, ASSEMBLY: tl.constexpr, SEQUENCES: tl.constexpr,
-    SKIP_SINGLE: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, STAGES: tl.constexpr,
-    PDL: tl.constexpr,
+    bias_ptr: tl.tensor, k_scale_ptr: tl.tensor, v_scale_ptr: tl.tensor, extent: tl.tensor, scale: tl.tensor,
+    cap_in: tl.tensor, cap_out: tl.tensor, window: tl.tensor, S: tl.tensor, q_stride: tl.tensor, out_stride: tl.tensor,
+    table_stride: tl.tensor, k_block_stride: tl.tensor, k_head_stride: tl.tensor, v_block_stride: tl.tensor,
+    v_head_stride: tl.tensor, RANK: tl.constexpr, PARTS: tl.constexpr, X: tl.constexpr, GROUP: tl.constexpr,
+    H: tl.constexpr, HEAD_BLOCK: tl.constexpr, BLOCK_SIZE: tl.constexpr, SLOT_STRIDE: tl.constexpr, ROWS: tl.constexpr,
+    KEYS: tl.constexpr, RUN: tl.constexpr, ASSEMBLY: tl.constexpr, SEQUENCES: tl.constexpr, SKIP_SINGLE: tl.constexpr,
+    HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ) -> None:  # fmt: skip
     """Compute the tiles of one kv head, those of a sequence from its last rows, which see most keys, to its first."""
     TOKENS: tl.constexpr = ROWS // GROUP
@@ -146,15 +148,14 @@ def _prefill_kernel(
     k_scale, v_scale = load_scales(k_scale_ptr, v_scale_ptr, kv_head)
     scale, cap_in = (scale, cap_in * k_scale) if HAS_SOFTCAP else (scale * k_scale, cap_in)
     after_predecessor(PDL)
-    first_peak_M = tl.full([ROWS], NO_SCORE, tl.float32)
-    first_sum_M = tl.zeros([ROWS], tl.float32)
+    first_peak_M, first_sum_M = tl.full([ROWS], NO_SCORE, tl.float32), tl.zeros([ROWS], tl.float32)
     if sinks_ptr is not None:  # a sink is a key whose value is 0
         sink_M = tl.load(sinks_ptr + head_M, mask=row_M < TOKENS * GROUP, other=0.0)
         first_peak_M = tl.maximum(sink_M * LOG2_E, NO_SCORE)
         first_sum_M += 1.0
-    slope_M = None
+    slope_M, is_head_M = None, row_M < TOKENS * GROUP
     if slopes_ptr is not None:  # of scores before their scale
-        slope_M = tl.load(slopes_ptr + head_M, mask=row_M < TOKENS * GROUP, other=0.0) * (LOG2_E / scale)
+        slope_M = tl.load(slopes_ptr + head_M, mask=is_head_M, other=0.0) * (LOG2_E / scale)
     s_S = tl.arange(0, SEQUENCES)
     start_S = tl.load(cu_seqlens_ptr + s_S, mask=s_S < S, other=0)
     query_len_S = tl.load(cu_seqlens_ptr + s_S + 1, mask=s_S < S, other=0) - start_S
@@ -172,17 +173,27 @@ def _prefill_kernel(
         token_M = first + row_M // GROUP
         is_row_M = (token_M < stop) & (row_M < TOKENS * GROUP)
         is_in_MH = is_row_M[:, None] & (h_H < H)[None, :]
+        bias_M = None if bias_ptr is None else _biases(bias_ptr, token_M, head_M, GROUP, extent)
         q_MH = tl.load(q_ptr + token_M[:, None].to(tl.int64) * q_stride + at_MH, mask=is_in_MH, other=0.0)
         # fmt: off
         acc_MH, peak_M, sum_M = _attend(
             q_MH, first_peak_M, first_sum_M, shift + token_M,
             shift + first + 1, shift + tl.minimum(first + TOKENS, stop), k_ptr, v_ptr,
             tables_ptr + s.to(tl.int64) * table_stride, k_block_stride, v_block_stride, scale, cap_in, cap_out,
-            slope_M, window, RANK, PARTS, H, HEAD_BLOCK, BLOCK_SIZE, SLOT_STRIDE, KEYS, RUN, ASSEMBLY, HAS_WINDOW,
+            slope_M, bias_M, is_row_M, extent, window, RANK, PARTS, H, HEAD_BLOCK, BLOCK_SIZE, SLOT_STRIDE, KEYS, RUN,
+            ASSEMBLY, HAS_WINDOW,
             HAS_SOFTCAP, STAGES)
         # fmt: on
         to_M = out_ptr + token_M.to(tl.int64) * out_stride + head_M * X
         _store(to_M, turned_back(acc_MH, RUN), peak_M, sum_M, v_scale, is_row_M, H, X)
+
+
+@triton.jit
+def _biases(
+    bias_ptr: tl.tensor, token_M: tl.tensor, head_M: tl.tensor, GROUP: tl.constexpr, extent: tl.tensor
+) -> tl.tensor:
+    """Where those of each row and head begin."""
+    return bias_ptr + (token_M.to(tl.int64) * (tl.num_programs(0) * GROUP) + head_M) * extent
 
 
 @triton.jit
@@ -202,8 +213,9 @@ def _store(
 def _attend(
     q_MH: tl.tensor, peak_M: tl.tensor, sum_M: tl.tensor, position_M: tl.tensor, first_end: tl.tensor, end: tl.tensor,
     k_ptr: tl.tensor, v_ptr: tl.tensor, table_ptr: tl.tensor, k_block_stride: tl.tensor, v_block_stride: tl.tensor,
-    scale: tl.tensor, cap_in: tl.tensor, cap_out: tl.tensor, slope_M: tl.tensor | None, window: tl.tensor,
-    RANK: tl.constexpr, PARTS: tl.constexpr, H: tl.constexpr, HEAD_BLOCK: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    scale: tl.tensor, cap_in: tl.tensor, cap_out: tl.tensor, slope_M: tl.tensor | None,
+    bias_M: tl.tensor | None, is_row_M: tl.tensor, extent: tl.tensor, window: tl.tensor, RANK: tl.constexpr,
+    PARTS: tl.constexpr, H: tl.constexpr, HEAD_BLOCK: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     SLOT_STRIDE: tl.constexpr, KEYS: tl.constexpr, RUN: tl.constexpr, ASSEMBLY: tl.constexpr,
     HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, STAGES: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:  # fmt: skip
@@ -224,12 +236,14 @@ def _attend(
     for at in tl.range(begin, whole_end, KEYS, num_stages=STAGES):
         acc_MH, peak_M, sum_M = _fold(
             at, acc_MH, peak_M, sum_M, q_MH, position_M, seen_from, end, k_ptr, v_ptr, table_ptr, k_block_stride,
-            v_block_stride, scale, cap_in, cap_out, slope_M, window, H, BLOCK_SIZE, SLOT_STRIDE, KEYS, RUN, ASSEMBLY,
+            v_block_stride, scale, cap_in, cap_out, slope_M, bias_M, is_row_M, extent, window, H, BLOCK_SIZE,
+            SLOT_STRIDE, KEYS, RUN, ASSEMBLY,
             HAS_WINDOW, HAS_SOFTCAP, MASKED=False)
     for at in tl.range(whole_end, end, KEYS, num_stages=STAGES if HAS_WINDOW else 1):
         acc_MH, peak_M, sum_M = _fold(
             at, acc_MH, peak_M, sum_M, q_MH, position_M, seen_from, end, k_ptr, v_ptr, table_ptr, k_block_stride,
-            v_block_stride, scale, cap_in, cap_out, slope_M, window, H, BLOCK_SIZE, SLOT_STRIDE, KEYS, RUN, ASSEMBLY,
+            v_block_stride, scale, cap_in, cap_out, slope_M, bias_M, is_row_M, extent, window, H, BLOCK_SIZE,
+            SLOT_STRIDE, KEYS, RUN, ASSEMBLY,
             HAS_WINDOW, HAS_SOFTCAP, MASKED=True)
     # fmt: on
     return acc_MH, peak_M, sum_M
@@ -240,7 +254,8 @@ def _fold(
     at: tl.tensor, acc_MH: tl.tensor, peak_M: tl.tensor, sum_M: tl.tensor, q_MH: tl.tensor, position_M: tl.tensor,
     seen_from: tl.tensor, end: tl.tensor, k_ptr: tl.tensor, v_ptr: tl.tensor, table_ptr: tl.tensor,
     k_block_stride: tl.tensor, v_block_stride: tl.tensor, scale: tl.tensor, cap_in: tl.tensor,
-    cap_out: tl.tensor, slope_M: tl.tensor | None, window: tl.tensor, H: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    cap_out: tl.tensor, slope_M: tl.tensor | None, bias_M: tl.tensor | None, is_row_M: tl.tensor, extent: tl.tensor,
+    window: tl.tensor, H: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     SLOT_STRIDE: tl.constexpr, KEYS: tl.constexpr, RUN: tl.constexpr, ASSEMBLY: tl.constexpr,
     HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, MASKED: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:  # fmt: skip
@@ -266,6 +281,11 @@ def _fold(
         scores_MC = cap_out - 2 * cap_out / (tl.exp2(scores_MC * cap_in) + 1)
     if slope_M is not None:
         scores_MC -= slope_M[:, None] * (position_M[:, None] - key_C[None, :])
+    if bias_M is not None:
+        distance_MC = position_M[:, None] - key_C[None, :]
+        has_bias_MC = is_row_M[:, None] & (distance_MC >= 0) & (distance_MC < extent)
+        bias_MC = tl.load(bias_M[:, None] + distance_MC, mask=has_bias_MC, other=0.0).to(tl.float32)
+        scores_MC += bias_MC * (LOG2_E / scale)
     if MASKED:
         is_seen_MC = key_C[None, :] <= position_M[:, None]
         if HAS_WINDOW:

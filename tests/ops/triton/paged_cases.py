@@ -22,6 +22,8 @@ class Heads:
     softcap: float = 0.0
     has_sinks: bool = False
     has_slopes: bool = False
+    extent: int = 0
+    """Distances that have a bias."""
 
     @property
     def scale(self) -> float:
@@ -44,6 +46,7 @@ class Batch:
     seq_lens_S: Tensor
     sinks_N: Tensor | None
     slopes_N: Tensor | None
+    bias_TNE: Tensor | None
     contexts: list[tuple[Tensor, Tensor]]
     """Of each sequence its keys and values [C, K, H], as the cache holds them."""
 
@@ -53,11 +56,14 @@ class Batch:
         start = 0
         for q_len, seq_len, (k_CKH, v_CKH) in zip(self.query_lens, self.seq_lens, self.contexts, strict=True):
             for i in range(q_len):
-                rows.append(self._reference_row(self.q_TNH[start + i], seq_len - q_len + i, k_CKH, v_CKH))
+                bias_NE = None if self.bias_TNE is None else self.bias_TNE[start + i]
+                rows.append(self._reference_row(self.q_TNH[start + i], seq_len - q_len + i, k_CKH, v_CKH, bias_NE))
             start += q_len
         return torch.stack(rows)
 
-    def _reference_row(self, q_NH: Tensor, position: int, k_CKH: Tensor, v_CKH: Tensor) -> Tensor:
+    def _reference_row(
+        self, q_NH: Tensor, position: int, k_CKH: Tensor, v_CKH: Tensor, bias_NE: Tensor | None
+    ) -> Tensor:
         heads, end = self.heads, position + 1
         begin = max(0, end - heads.window) if heads.window else 0
         group = heads.num_heads // heads.num_kv_heads
@@ -68,10 +74,20 @@ class Batch:
             scores_NC = heads.softcap * torch.tanh(scores_NC / heads.softcap)
         if self.slopes_N is not None:
             scores_NC = scores_NC - self.slopes_N.double().unsqueeze(1) * (position - torch.arange(begin, end))
+        if bias_NE is not None:
+            scores_NC = with_bias(scores_NC, bias_NE)
         if self.sinks_N is not None:
             scores_NC = torch.cat((scores_NC, self.sinks_N.double().unsqueeze(1)), 1)
         weights_NC = scores_NC.softmax(-1)[:, : end - begin]
         return torch.einsum("nc,cnh->nh", weights_NC, v_CNH)
+
+
+def with_bias(scores_NC: Tensor, bias_NE: Tensor) -> Tensor:
+    """Scores of a row for the keys up to its own, with what they gain by their distance."""
+    count = min(scores_NC.shape[1], bias_NE.shape[1])
+    scores_NC = scores_NC.clone()
+    scores_NC[:, -count:] += bias_NE[:, :count].flip(1).to(scores_NC)
+    return scores_NC
 
 
 def make_batch(
@@ -121,5 +137,6 @@ def make_batch(
         seq_lens_S=torch.tensor(seq_lens, dtype=torch.int32),
         sinks_N=torch.randn(N, generator=generator) if heads.has_sinks else None,
         slopes_N=2.0 ** -torch.arange(1.0, N + 1) if heads.has_slopes else None,
+        bias_TNE=torch.randn(len(q_TNH), N, heads.extent, generator=generator).to(dtype) if heads.extent else None,
         contexts=contexts,
     )

@@ -14,6 +14,7 @@ from octavo import ops
 from octavo.ops.attention import GroupRows, HeadLayout, LayerCache, PagedRows, SingleRows
 from octavo_kernels.triton.attention.decode_attention import Prologue, attend_single_rows, run_decode_attention
 from octavo_kernels.triton.configs.decode_attention import DecodeConfig, config_for
+from tests.ops.triton.paged_cases import with_bias
 from tests.tiers import one_in
 from tests.triton_interpreter import quick_first
 
@@ -112,6 +113,8 @@ class Step:
                 if heads.slopes_N is not None:
                     distance_C = length - 1 - torch.arange(length, device=q_SNH.device)[seen]
                     scores = scores - heads.slopes_N.double()[:, None] * distance_C
+                if heads.bias_TNE is not None:
+                    scores = with_bias(scores, heads.bias_TNE[s])
                 if heads.sinks_N is not None:
                     scores = torch.cat((scores, heads.sinks_N.double()[:, None]), dim=1)
                 out[s] = torch.einsum("nc,cnh->nh", scores.softmax(1)[:, : len(keys)], values)
@@ -245,6 +248,13 @@ def test_softcap_and_sinks(device: str) -> None:
 @pytest.mark.parametrize("window", [0, 20])
 def test_slopes(device: str, window: int) -> None:
     check(Step(EDGES, layout(slopes_N=2.0 ** -torch.arange(1.0, 5.0), window=window, softcap=window / 10), device))
+
+
+@pytest.mark.parametrize("extent", [1, 30, 90])
+@pytest.mark.parametrize("config", [None, BY_WARP])
+def test_biases_of_distances(device: str, extent: int, config: DecodeConfig | None) -> None:
+    bias = torch.randn(len(EDGES), 10, extent)
+    check(Step(EDGES, layout(10, 2, window=20 * (extent == 30), bias_TNE=bias), device), config)
 
 
 def test_scores_of_any_size(device: str) -> None:

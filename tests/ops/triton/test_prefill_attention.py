@@ -30,6 +30,7 @@ def run(batch: Batch, device: str, **kwargs: Any) -> Tensor:
         heads.softcap,
         None if batch.sinks_N is None else batch.sinks_N.to(device),
         slopes_N=None if batch.slopes_N is None else batch.slopes_N.to(device),
+        bias_TNE=None if batch.bias_TNE is None else batch.bias_TNE.to(device),
         out=out,
         **kwargs,
     )
@@ -91,6 +92,12 @@ def test_soft_cap_of_scores_far_beyond_it(device: str) -> None:
     batch = make_batch(Heads(softcap=2.0), [20], [20], seed=7)
     batch.q_TNH *= 100
     check(batch, device, times=8)
+
+
+@pytest.mark.parametrize("heads", [Heads(extent=30), Heads(extent=9, window=9, softcap=3.0, has_sinks=True)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_biases_of_distances(heads: Heads, dtype: torch.dtype, device: str) -> None:
+    check(make_batch(heads, *RAGGED, dtype=dtype, padded_rows=3), device)
 
 
 @pytest.mark.parametrize("heads", [Heads(has_slopes=True), Heads(has_slopes=True, window=9, softcap=3.0)])
