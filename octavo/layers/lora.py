@@ -90,7 +90,7 @@ class AdaptedLinear(Linear):
             y_TN[others] = super().__call__(x_TK[others], norm=norm, residual=left, activation=activation)
         return y_TN
 
-    def columns(self, x_TK: Tensor, norm: RMSNorm, sizes: Sequence[int]) -> list[Tensor]:
+    def columns(self, x_TK: Tensor, norm: RMSNorm | None, sizes: Sequence[int]) -> list[Tensor]:
         """See ``Linear``; updates are those of all columns together."""
         return list(self(x_TK, norm=norm).split_with_sizes(list(sizes), dim=-1))
 
