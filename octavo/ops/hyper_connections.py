@@ -65,8 +65,10 @@ def leave_streams(y_TD: Tensor, x_TX: Tensor, post_TS: Tensor, mix_TSS: Tensor) 
     T, S = post_TS.shape
     wide = torch.promote_types(x_TX.dtype, torch.float32)
     x_TSD = x_TX.to(wide).view(T, S, y_TD.shape[1])
-    mixed_TSD = (mix_TSS.to(wide).unsqueeze(3) * x_TSD.unsqueeze(2)).sum(dim=1)
-    return (mixed_TSD + post_TS.to(wide).unsqueeze(2) * y_TD.to(wide).unsqueeze(1)).to(x_TX.dtype).flatten(1)
+    next_TSD, mix_TSS = post_TS.to(wide).unsqueeze(2) * y_TD.to(wide).unsqueeze(1), mix_TSS.to(wide)
+    for i in range(S):  # products and sums of numbers, whose bits do not depend on how many rows there are
+        next_TSD += mix_TSS[:, i].unsqueeze(2) * x_TSD[:, i].unsqueeze(1)
+    return next_TSD.to(x_TX.dtype).flatten(1)
 
 
 @op

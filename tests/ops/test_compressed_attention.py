@@ -85,6 +85,7 @@ def test_windows_and_entries_are_attended_to(kind: str) -> None:
         torch.testing.assert_close(found[:-1].double(), expected, atol=2e-6, rtol=1e-5)
 
 
+@pytest.mark.usefixtures("implementation")
 def test_turned_tails() -> None:
     x, angles, norm = torch.randn(5, 3, 10), torch.rand(5, 2) * 6, torch.randn(10)
     cos, sin = angles.cos(), angles.sin()
@@ -98,6 +99,7 @@ def test_turned_tails() -> None:
     torch.testing.assert_close(back, x, atol=1e-6, rtol=1e-5)
 
 
+@pytest.mark.usefixtures("implementation")
 def test_streams_against_float64() -> None:
     """With the formulas of the paper, token by token."""
     S, D, T = 3, 20, 4
