@@ -5,6 +5,7 @@ Shapes: T tokens, S texts, D model, E embedding, L labels, C columns, V vocabula
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -22,9 +23,9 @@ TOKEN_TASKS = ("token_embed", "token_classify")
 
 def as_vectors(values_SC: Tensor) -> list[bytes | None]:
     """Each row as float32 bytes; ``None`` for a row with a number that is not finite."""
-    rows_SC = values_SC.to(device="cpu", dtype=torch.float32)
-    are_finite = rows_SC.isfinite().all(dim=-1).tolist()
-    return [row.numpy().tobytes() if is_finite else None for row, is_finite in zip(rows_SC, are_finite, strict=True)]
+    rows_SC = values_SC.to(device="cpu", dtype=torch.float32).numpy()  # whose checks keep no other thread waiting
+    are_finite = np.isfinite(rows_SC).all(axis=-1).tolist()
+    return [row.tobytes() if is_finite else None for row, is_finite in zip(rows_SC, are_finite, strict=True)]
 
 
 class Pooler:
