@@ -109,6 +109,7 @@ OWN_KEYS: dict[str, dict[str, Any]] = {
     "InklingForCausalLM": {
         "num_hidden_layers": 2,
         "layer_types": ["hybrid", "hybrid_sliding"],
+        "mlp_layer_types": ["dense", "sparse"],
         "swa_num_attention_heads": 4,
         "swa_num_key_value_heads": 2,
         "swa_head_dim": 16,

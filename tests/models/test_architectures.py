@@ -243,3 +243,16 @@ def test_falcon_with_biases_by_distance(tmp_path: Path) -> None:
     with torch.inference_mode():
         logits = model(torch.tensor([[*prompt, *tokens]]), use_cache=False).logits[0]
     check_logprobs(result.outputs[0].logprobs or [], logits.log_softmax(-1)[len(prompt) - 1 : -1])
+
+
+def test_rows_that_fill_up_inklings_map_to_logits_are_no_tokens(tmp_path: Path) -> None:
+    model = make_checkpoint(tmp_path, "inkling_text/plain", unpadded_vocab_size=5)
+    params = SamplingParams(temperature=1, seed=1, max_tokens=24, ignore_eos=True, logprobs=3)
+    with LLM(tmp_path, dtype="float32", block_size=16, **SETTINGS) as llm:
+        [result] = llm.generate([PROMPTS[3]], params)
+    tokens = list(result.outputs[0].token_ids)
+    assert max(tokens) < 5
+    with torch.inference_mode():
+        logits = model(torch.tensor([[*PROMPTS[3], *tokens]]), use_cache=False).logits[0]
+    assert logits.shape[1] == 5
+    check_logprobs(result.outputs[0].logprobs or [], logits.log_softmax(-1)[len(PROMPTS[3]) - 1 : -1])

@@ -71,3 +71,14 @@ def test_a_wrong_number_of_experts_that_compute_nothing(tmp_path: Path) -> None:
     config = read_config({**checkpoint.config, "zero_expert_num": 16_384})
     with pytest.raises(CheckpointError, match=r"e_score_correction_bias': has shape \(9,\), expected \(16390,\)"):
         load_model(config, checkpoint, WeightFormat(torch.float32, torch.device("cpu")))
+
+
+def test_tables_of_hashes_that_do_not_fit_the_configuration(tmp_path: Path) -> None:
+    """Qwen4's factors of tokens follow from the configuration, and so do the sizes of its tables."""
+    make_family(tmp_path, "qwen4_exp_text/blocks")
+    checkpoint, form = open_checkpoint(tmp_path), WeightFormat(torch.float32, torch.device("cpu"))
+    with pytest.raises(CheckpointError, match="layer_multipliers has other numbers than follow from the configuration"):
+        load_model(read_config({**checkpoint.config, "seed": 7}), checkpoint, form)
+    config = read_config({**checkpoint.config, "make_ngram_vocab_size_divisible_by": 1000})
+    with pytest.raises(CheckpointError, match=r"ngram_embedding: 240 rows in parts; expected 1000"):
+        load_model(config, checkpoint, form)
