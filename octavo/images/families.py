@@ -177,6 +177,16 @@ def _qwen3(config: Mapping[str, Any], given: Mapping[str, Any]) -> ImageProcesso
     return dataclasses.replace(found, video=video)
 
 
+def _compass(config: Mapping[str, Any], given: Mapping[str, Any]) -> ImageProcessor:
+    """As Qwen3-VL, by other words."""
+    return dataclasses.replace(
+        _qwen(config, given, 16, scaling(given, CLIP_MEAN, CLIP_DEVIATION)),
+        placeholder="<|IMAGE_PAD|>",
+        around=("<|VISION_START|>", "<|VISION_END|>"),
+        token=int(config.get("image_token_id") or config[TOKENS].get("<|IMAGE_PAD|>", 255_031)),
+    )
+
+
 def _qwen25_omni(config: Mapping[str, Any], given: Mapping[str, Any]) -> ImageProcessor:
     """Its vocabulary has other texts for the ids of Qwen2.5-VL."""
     found, texts = _qwen25(config, given), {number: text for text, number in config[TOKENS].items()}
@@ -516,6 +526,7 @@ PROCESSORS: dict[str, Maker] = {
     "Qwen2_5OmniModel": _qwen25_omni,
     "Qwen2_5_VLForConditionalGeneration": _qwen25,
     "Qwen3OmniMoeForConditionalGeneration": _qwen3_omni,
+    "CohereCompassForConditionalGeneration": _compass,
     "Qwen3VLForConditionalGeneration": _qwen3,
     "Qwen3VLMoeForConditionalGeneration": _qwen3,
     "Qwen3_5ForConditionalGeneration": _qwen3,

@@ -143,3 +143,13 @@ def test_glmga_has_no_videos_and_patches_of_its_own_size_alone() -> None:
     assert found.video is None
     with pytest.raises(CheckpointError, match="patch_expand_factor is 2; it must be 1"):
         make(config, {"patch_expand_factor": 2})
+
+
+def test_kinds_of_layers_of_compass_with_other_axes_are_refused() -> None:
+    kinds = {
+        name: {"mrope_section": [count, 2, 2]} for name, count in (("full_attention", 4), ("sliding_attention", 5))
+    }
+    config = {"architectures": ["CohereCompassForConditionalGeneration"], "text_config": {"rope_parameters": kinds}}
+    config["vision_config"] = {"depth": 1}
+    with pytest.raises(CheckpointError, match="the same for all kinds of layers"):
+        read_vision(config)

@@ -539,7 +539,7 @@ def expected_logprobs(
         tokens += next(placeholders) if token == IMAGE else [token]
     ids = torch.tensor([[*tokens, *answer]])
     kinds: dict[str, Any] = {}
-    if name.startswith(("qwen", "glm", "gemma", "paddle")):
+    if name.startswith(("cohere_compass", "qwen", "glm", "gemma", "paddle")):
         kinds = {"token_type_ids" if name == "gemma3" else "mm_token_type_ids": (ids == IMAGE).int()}
     if name.startswith("omni"):  # they look for tokens around images, which these prompts do not have
         kinds = {"position_ids": _axial_positions(ids[0].tolist(), found.get("image_grid_thw", ()))}

@@ -45,6 +45,11 @@ GLMGA_PROCESSOR = partial(
     without_torchvision("glmga", "image_processing_pil").GlmgaImageProcessorPil,
     size={"shortest_edge": 28 * 28 * 8, "longest_edge": 28 * 28 * 60},
 )
+COMPASS_PROCESSOR = partial(
+    without_torchvision("cohere_compass", "image_processing_pil").CohereCompassImageProcessorPil,
+    size={"shortest_edge": 64 * 64, "longest_edge": 32 * 32 * 30},
+    patch_size=16,
+)
 AUDIO = {"d_model": 16, "encoder_layers": 1, "encoder_attention_heads": 2, "encoder_ffn_dim": 16, "output_dim": 64}
 
 
@@ -169,6 +174,24 @@ QWEN = {
         "glm4v",
         {"text_config": {**TEXT, "rope_parameters": HALF_ROPE}, "vision_config": GLM_VISION, "image_token_id": IMAGE},
         GLM_PROCESSOR,
+        of_grid,
+    ),
+    "cohere_compass": Family(
+        "cohere_compass",
+        {
+            "text_config": {
+                **TEXT,
+                "layer_types": ["sliding_attention", "full_attention"] * 2,
+                "sliding_window": 40,
+                "rope_parameters": {
+                    "sliding_attention": {**ROPE, "mrope_section": [4, 2, 2]},
+                    "full_attention": {**ROPE, "rope_theta": 90.0, "mrope_section": [4, 2, 2]},
+                },
+            },
+            "vision_config": {**QWEN3_VISION, "depth": 4, "deepstack_visual_indexes": [0, 2, 3]},
+            "image_token_id": IMAGE,
+        },
+        COMPASS_PROCESSOR,
         of_grid,
     ),
     "glmga": Family(

@@ -9,7 +9,7 @@ Shapes: N patches, D width of the tower, R rotated pairs of a head.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, ClassVar
@@ -340,6 +340,23 @@ class Qwen3Tower(QwenTower):
                 weight = (row_share * column_share)[:, None]
                 found += self.place_table[row * side + column].float() * weight
         return found
+
+
+class CompassTower(Qwen3Tower):
+    """The tower of North Micro Vision: Qwen3-VL's, for a decoder whose kinds of layers may have rotary keys of their
+    own."""
+
+    @classmethod
+    def read_config(cls, keys: ConfigKeys) -> QwenConfig:
+        given = part(keys, "text_config").get("rope_parameters", {})
+        if not isinstance(given, Mapping):
+            raise wrong("rope_parameters", given, "an object")
+        of_kinds = [own for own in given.values() if isinstance(own, Mapping)] or [given]
+        sections = [own.get("mrope_section", [24, 20, 20]) for own in of_kinds]
+        if any(own != sections[0] for own in sections):
+            raise wrong("mrope_section", sections, "the same for all kinds of layers")
+        text = {"rope_parameters": {"mrope_section": sections[0], "mrope_interleaved": True}}
+        return super().read_config(keys.over({**keys.values, "text_config": text}))
 
 
 class Qwen3OmniTower(Qwen3Tower):

@@ -26,6 +26,7 @@ from octavo.models.vision.moonvit import MoonTower
 from octavo.models.vision.naflex import LfmTower, PaddleOCRTower
 from octavo.models.vision.pixtral import LightOnTower, Mistral3Tower, PixtralTower
 from octavo.models.vision.qwen import (
+    CompassTower,
     ExaoneTower,
     Qwen2Tower,
     Qwen3OmniTower,
@@ -54,6 +55,7 @@ class Family(Protocol):
 TOWERS: dict[str, Family] = {
     "AyaVisionForConditionalGeneration": AyaTower,
     "Cohere2VisionForConditionalGeneration": CohereTower,
+    "CohereCompassForConditionalGeneration": CompassTower,
     "DeepseekOCR2ForCausalLM": DeepseekOCR2Tower,
     "DeepseekOCRForCausalLM": DeepseekOCRTower,
     "DeepseekOcr2ForConditionalGeneration": DeepseekOCR2Tower,
