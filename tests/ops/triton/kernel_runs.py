@@ -208,6 +208,7 @@ def _attentions(make: Maker, dtype: torch.dtype) -> Iterator[tuple[str, Call]]:
             HeadLayout(N, K, H, 0.1, norm, norm, 1e-6),
             HeadLayout(N, K, H, 0.1, window=20, softcap=5.0, sinks_N=sinks),
             HeadLayout(N, K, H, 0.1, slopes_N=sinks),
+            HeadLayout(N, K, H, 0.1, window=20, bias_TNE=make.floats(T, N, 24, dtype=dtype)),
         )
         for heads, scales in itertools.product(kinds, scaled):
             cache = LayerCache(keys, values, scales=scales)
