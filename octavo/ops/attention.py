@@ -227,15 +227,19 @@ def attention(
         heads.slopes_N,
         heads.bias_TNE,
     )
-    return out_TNH.flatten(1)
+    return out_TNH.flatten(1).to(qkv_TW.dtype)
 
 
 def stored_heads(
     qkv_TW: Tensor, heads: HeadLayout, cos_TR: Tensor | None, sin_TR: Tensor | None, cache: LayerCache, rows: PagedRows
 ) -> Tensor:
-    """Norm and rotate as ``attention`` does, and store keys and values; the queries [T, N, H]."""
-    parts = qkv_TW.split_with_sizes(heads.sizes, dim=-1)
+    """Norm and rotate as ``attention`` does, and store keys and values; the queries [T, N, H], float32 at least.
+
+    Keys are rounded once, when they are stored.
+    """
+    parts, wide = qkv_TW.split_with_sizes(heads.sizes, dim=-1), torch.promote_types(qkv_TW.dtype, torch.float32)
     q_TNH, k_TKH, v_TKH = (part.view(len(qkv_TW), -1, heads.head_dim) for part in parts)
+    q_TNH, k_TKH = q_TNH.to(wide), k_TKH.to(wide)
     if heads.q_norm_H is not None:
         q_TNH = rms_norm(q_TNH.reshape(-1, heads.head_dim), heads.q_norm_H, heads.norm_eps).view(q_TNH.shape)
     if heads.k_norm_H is not None:
@@ -243,7 +247,7 @@ def stored_heads(
     if cos_TR is not None and sin_TR is not None:
         q_TNH, k_TKH = apply_rope(q_TNH, k_TKH, cos_TR, sin_TR)
     if not heads.shares_cache:
-        store_kv(k_TKH, v_TKH, cache.keys, cache.values, rows.of(cache).slot_mapping_T, cache.scales)
+        store_kv(k_TKH.to(v_TKH), v_TKH, cache.keys, cache.values, rows.of(cache).slot_mapping_T, cache.scales)
     return q_TNH
 
 

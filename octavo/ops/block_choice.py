@@ -20,6 +20,7 @@ from torch import Tensor
 
 from octavo.ops.attention import MAX_SCRATCH, GroupRows, HeadLayout, LayerCache, PagedRows, attention, stored_heads
 from octavo.ops.cache_rows import unpack_rows
+from octavo.ops.device_backend import is_gpu
 from octavo.ops.dispatch import op
 from octavo.ops.sparse_attention import ChosenKeys
 
@@ -151,6 +152,8 @@ def attend_in_order(
     assert not heads.window, "windows do not go with chosen blocks"
     T, K, S, H = len(qkv_TW), heads.num_kv_heads, cache.keys.shape[2], heads.head_dim
     q_TNH, slots_T = stored_heads(qkv_TW, heads, *angles, cache, rows), rows.of(cache).slot_mapping_T
+    if is_gpu(qkv_TW):  # kernels of CPUs do not round queries: a row's bits are those of ``attention`` over all blocks
+        q_TNH = q_TNH.to(qkv_TW.dtype)
     places, unit = RowPlaces.of(cache, rows, T), math.gcd(S, size)
     starts_TKCE = blocks_TKC.unsqueeze(3) * size + torch.arange(0, size, unit, device=qkv_TW.device)
     slots_TKE = (places.slots(starts_TKCE.flatten(1)) // unit).view(T, blocks_TKC.shape[1], -1)
@@ -164,7 +167,7 @@ def attend_in_order(
         q_TNH = (q_TNH.view(T, K, -1, H) * factors_K11).to(q_TNH.dtype)
     keys, values = (x.view(-1, 1, unit, x.shape[3]) for x in (cache.keys, cache.values))
     view = LayerCache(keys, values)
-    found = qkv_TW.new_empty(T * K, heads.num_heads // K * H)
+    found = q_TNH.new_empty(T * K, heads.num_heads // K * H)
     for first in range(0, T, max(1, MOST_PAIRS // K)):
         own = slice(first, min(T, first + max(1, MOST_PAIRS // K)))
         tables = tables_TKE[own].flatten(0, 1).int()
@@ -182,4 +185,4 @@ def attend_in_order(
         found[pairs] = attention(q_TNH[own].reshape(len(tables), -1), layout, None, None, view, alone)
     if cache.scales is not None:
         found = (found.view(T, K, -1, H) * value_factors_K11).to(found.dtype)
-    return found.reshape(T, -1)
+    return found.reshape(T, -1).to(qkv_TW.dtype)
