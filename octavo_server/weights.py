@@ -355,6 +355,7 @@ ENDPOINTS = [
         FinishBody,
     ),
     Endpoint("GET", "/server_info", server_info, "Settings that trainers and routers read"),
+    Endpoint("GET", "/get_server_info", server_info, "As `/server_info`, SGLang's older name", name="get_server_info"),
     Endpoint("POST", "/reset_prefix_cache", reset_prefix_cache, f"Empty the prefix cache{_NEEDS}"),
     Endpoint("POST", "/abort_requests", abort_requests, f"End all running requests, or those it names{_NEEDS}"),
     Endpoint("GET", "/get_world_size", weight_info, f"How many processes join a trainer's group{_NEEDS}"),

@@ -180,7 +180,7 @@ def _is_of(origin: str, host: str) -> bool:
     return bool(separator and host) and own.removesuffix(DEFAULT_PORTS.get(scheme, "/")) == host
 
 
-PROBE_PATHS = frozenset({"/health", "/ready", "/metrics", "/load", "/ping", "/is_sleeping"})
+PROBE_PATHS = frozenset({"/health", "/ready", "/health_generate", "/metrics", "/load", "/ping", "/is_sleeping"})
 """Paths that monitoring requests every few seconds; they are logged at level debug."""
 
 access_logger = logging.getLogger("octavo.access")
@@ -211,7 +211,7 @@ def log_access(scope: Scope, status: int, seconds: float, request_id: str) -> No
     )
 
 
-OPEN_PATHS = frozenset({"/health", "/ping", "/ready"})
+OPEN_PATHS = frozenset({"/health", "/ping", "/ready", "/health_generate"})
 """Health probes have no key, and often use the address as the host name."""
 SINGLE_HEADERS = frozenset(
     (

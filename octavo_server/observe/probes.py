@@ -125,6 +125,7 @@ COMMON_ENDPOINTS = [
     Endpoint("GET", "/ping", health, "As `/health`, for SageMaker", name="ping"),
     Endpoint("POST", "/ping", health, "As `/health`, for SageMaker", name="post_ping"),
     Endpoint("GET", "/ready", ready, "Whether a request sent now would be computed soon"),
+    Endpoint("GET", "/health_generate", ready, "As `/ready`, for SGLang's routers", name="health_generate"),
     Endpoint("GET", "/metrics", metrics, "Metrics for Prometheus"),
     Endpoint("GET", "/load", load, "How many requests are accepted and not yet ended"),
     Endpoint("GET", "/version", get_version, "The version of this server, and its backend"),

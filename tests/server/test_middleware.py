@@ -63,7 +63,7 @@ def test_without_the_key_only_the_probes_are_served(serve_app: Any) -> None:
             assert response.status_code == 401, (path, value)
             assert response.json()["error"]["code"] == "invalid_api_key"
             assert response.headers["www-authenticate"] == "Bearer"
-    for path in ("/health", "/ready", "/ready/"):
+    for path in ("/health", "/ready", "/ready/", "/health_generate"):
         assert served.client.get(path).status_code == 200
     assert served.client.get("/v1/models", headers=[(b"authorization", b"bearer " + key)]).status_code == 200
 
@@ -78,7 +78,7 @@ def test_every_route_but_the_probes_and_the_pages_asks_for_the_key(serve_app: An
         for method, path in routes
         if served.client.request(method, re.sub("{[^}]*}", "x", path)).status_code != 401
     ]
-    opened = ("/health", "/ping", "/ready", "/", "/docs", "/console/{name:path}")
+    opened = ("/health", "/ping", "/ready", "/health_generate", "/", "/docs", "/console/{name:path}")
     assert set(is_open) == {(method, path) for method in ("GET", "HEAD") for path in opened} | {("POST", "/ping")}
     assert served.engine.requests == []
 

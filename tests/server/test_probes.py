@@ -13,6 +13,7 @@ def test_ready_is_the_truth_and_health_is_liveness(serve_app: Any) -> None:
     engine = InProcessEngine()
     served = serve_app(engine)
     assert served.client.get("/ready").status_code == 200
+    assert served.client.get("/health_generate").status_code == 200
     engine.is_ready = False
     response = served.client.get("/ready")
     assert response.status_code == 503

@@ -364,6 +364,7 @@ def test_a_server_without_the_setting_has_no_updates() -> None:
     for path in GROUP_PATHS:
         assert "--weight-transfer-config" in served.client.post(path, json={}).json()["error"]["message"]
     info = served.client.get("/server_info").json()
+    assert served.client.get("/get_server_info").json() == info
     assert info["vllm_config"]["weight_transfer_config"] is None
     assert (info["served_model_name"], info["tp_size"]) == (served.client.get("/v1/models").json()["data"][0]["id"], 1)
     served.stop()
