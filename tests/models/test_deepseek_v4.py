@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from octavo.models.registry import read_config
 from octavo.ops.grouped_linear import E2M1
 from tests.models.adapter_files import make_adapter
 from tests.models.families import make_checkpoint
+from tests.tiers import nightly_after
 
 ROW = "deepseek_v4/three_kinds"
 SETTINGS: dict[str, Any] = {"device": "cpu", "block_size": 8, "num_kv_blocks": 100, "max_model_len": 128}
@@ -108,6 +110,32 @@ def test_drafts_are_taken_back(tmp_path: Path) -> None:
     make_checkpoint(tmp_path, ROW)
     drafts = {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_min": 1}
     assert said(tmp_path, speculative_config=drafts) == said(tmp_path)
+
+
+@pytest.mark.parametrize("settings", nightly_after(1, ({}, {"kv_offload_memory": 0.01})))
+def test_texts_that_are_given_up_and_found_again(tmp_path: Path, settings: dict[str, Any]) -> None:
+    """Over blocks in which groups end anywhere, in steps of a few tokens; with all layers in one group, too."""
+    make_checkpoint(tmp_path, ROW)
+    chance = random.Random(3)
+    stems = [chance.choices(range(1, 97), k=length) for length in (37, 64)]
+    prompts = [
+        chance.choice(stems)[: chance.randrange(5, 64)] + chance.choices(range(1, 97), k=chance.randrange(1, 30))
+        for _ in range(7)
+    ]
+    params = [SamplingParams(temperature=0, max_tokens=chance.randrange(20, 40), ignore_eos=True) for _ in prompts]
+    base: dict[str, Any] = {"device": "cpu", "dtype": "float32", "max_model_len": 128}
+    with LLM(tmp_path, **base, num_kv_blocks=100, enable_prefix_caching=False) as llm:
+        alone = [
+            llm.generate([prompt], own)[0].outputs[0].token_ids for prompt, own in zip(prompts, params, strict=True)
+        ]
+    small = {"block_size": 7, "num_kv_blocks": 20, "max_num_batched_tokens": 13, "max_num_seqs": 6}
+    with LLM(tmp_path, **base, **small, **settings) as llm:
+        for _ in range(2):
+            results = llm.generate(prompts, params)
+            llm.engine.check()
+            assert [result.outputs[0].token_ids for result in results] == alone
+        assert sum(result.num_cached_tokens for result in results) > 50
+        assert llm.engine.stats().num_preemptions > 0
 
 
 def test_adapters(tmp_path: Path) -> None:
