@@ -16,7 +16,8 @@ from octavo.cache.kv_cache import KVCache
 from octavo.config import SchedulerSettings
 from octavo.engine.fault_isolation import FaultIsolation, divided
 from octavo.engine.policies import make_policy
-from octavo.engine.policies.policy import VICTIMS, PolicyContext
+from octavo.engine.policies.policy import PolicyContext
+from octavo.engine.policies.victims import VICTIMS
 from octavo.engine.runner.route_reading import RouteReading
 from octavo.engine.scheduled import apply_result, error_output, take
 from octavo.engine.sequence_admission import SequenceAdmission

@@ -10,7 +10,7 @@ import pytest
 from octavo.cache.group_cache import GroupCache, GroupSize
 from octavo.cache.kv_cache import KVCache
 from octavo.cache.kv_events import KVEvents, Removed, Stored
-from octavo.engine.policies.policy import largest
+from octavo.engine.policies.victims import largest
 from octavo.engine.scheduler import Scheduler, snapshot
 from octavo.errors import ConfigError, ContextLengthExceeded
 from octavo.types import EngineStats, KVGroupStats, Sequence

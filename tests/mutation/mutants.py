@@ -99,7 +99,7 @@ MUTANTS = [
     Mutant(ADMISSION, "if (count := _num_uncomputed(seq)) > left:", "if (count := _num_uncomputed(seq)) < left:"),
     Mutant(ADMISSION, "if not has_place:", "if True:"),
     Mutant(POLICIES + "round_robin.py", "if self._had_its_turn(seq):", "if False:"),
-    Mutant("engine/policies/policy.py", "return min(candidates, key", "return max(candidates, key"),
+    Mutant(POLICIES + "victims.py", "return min(candidates, key", "return max(candidates, key"),
     Mutant(STEP_BUDGET, "num_pending > 0 and num_cut < num_running and ", "num_cut < num_running and "),
     Mutant(STEP_BUDGET, "np.maximum(seconds - alone, 0) + delay", "np.maximum(seconds - alone, 0)"),
     Mutant(STEP_BUDGET, "np.maximum(seconds - alone, 0) + delay", "seconds + delay"),

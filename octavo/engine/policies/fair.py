@@ -9,7 +9,8 @@ import heapq
 import itertools
 from collections.abc import Iterator
 
-from octavo.engine.policies.policy import Policy, PolicyContext
+from octavo.engine.policies.fcfs import FirstCome
+from octavo.engine.policies.policy import PolicyContext
 from octavo.engine.waiting import WaitingQueue
 from octavo.errors import ConfigError
 from octavo.types import Order, Plan, Sampled, Sequence
@@ -54,7 +55,7 @@ class Tenant:
         return self.counter, self.load, self.turn, self
 
 
-class Fair(Policy):
+class Fair(FirstCome):
     """Each tenant's counter grows with the tokens it gets; the waiting tenant with the smallest counter goes first.
 
     A tenant that returns after a pause starts from the counter of the tenant served last, so that idle time earns no
@@ -69,7 +70,6 @@ class Fair(Policy):
     name = "fair"
     preempts_for_waiting = True
     charges = True
-    overtakes = True
 
     def __init__(self, context: PolicyContext) -> None:
         super().__init__(context)

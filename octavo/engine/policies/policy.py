@@ -1,4 +1,4 @@
-"""The interface of scheduling policies, with defaults for first come, first served."""
+"""The interface of scheduling policies. The default policy is in ``fcfs.py``."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class Policy(WaitingQueue):
 
     def place(self, seq: Sequence, number: int) -> Order:
         """The order of ``seq``, the ``number``-th arrival; no two may be equal."""
-        return (number,)
+        raise NotImplementedError
 
     def arrival(self, seq: Sequence) -> float:
         """Arrival time of ``seq``, in seconds of the clock."""
@@ -96,31 +96,8 @@ class Policy(WaitingQueue):
         return ()
 
     def choose_victim(self, candidates: Iterator[Sequence]) -> Sequence | None:
-        """The sequence to preempt when blocks run out; ``candidates`` come youngest first."""
+        """The sequence to preempt when blocks run out; ``candidates`` come youngest first. By default the youngest."""
         return next(candidates, None)
 
     def charge(self, plan: Plan, sampled: list[Sampled]) -> None:
         """Account for the results of a step."""
-
-
-ChooseVictim = Callable[[Iterator[Sequence]], Sequence | None]
-"""Takes the sequences that may be preempted, youngest first; returns one of them, or ``None`` if there are none."""
-
-
-def youngest(candidates: Iterator[Sequence]) -> Sequence | None:
-    """The last sequence in the policy's order."""
-    return next(candidates, None)
-
-
-def cheapest(candidates: Iterator[Sequence]) -> Sequence | None:
-    """The sequence with the fewest tokens to recompute."""
-    return min(candidates, key=lambda seq: seq.num_computed_tokens, default=None)
-
-
-def largest(candidates: Iterator[Sequence]) -> Sequence | None:
-    """The sequence with the most blocks, so that few are preempted: of the first KV group, which reaches furthest
-    back."""
-    return max(candidates, key=lambda seq: seq.groups[0].num_held, default=None)
-
-
-VICTIMS: dict[str, ChooseVictim] = {choose.__name__: choose for choose in (youngest, cheapest, largest)}

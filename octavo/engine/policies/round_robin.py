@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from octavo.engine.policies.policy import Policy, PolicyContext
+from octavo.engine.policies.fcfs import FirstCome
+from octavo.engine.policies.policy import PolicyContext
 from octavo.types import Sequence
 
 DEFAULT_TURN = 64
 
 
-class RoundRobin(Policy):
+class RoundRobin(FirstCome):
     """While others wait, a sequence that has had its turn is preempted and goes to the end of the queue.
 
     This keeps TTFT low however long the outputs of other sequences are. The computed blocks stay in the prefix cache,
@@ -17,6 +18,7 @@ class RoundRobin(Policy):
 
     name = "decode-round-robin"
     preempts_for_waiting = True
+    overtakes = False
 
     def __init__(self, context: PolicyContext) -> None:
         super().__init__(context)
