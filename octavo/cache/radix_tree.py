@@ -22,9 +22,10 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Several
 
-from octavo.cache.eviction import IdleBlocks, PinnedBlocks
+from octavo.cache.eviction import IdleBlocks
 from octavo.cache.kv_events import KVEvents
 from octavo.cache.node import Edge, Node, User
+from octavo.cache.pinned_blocks import PinnedBlocks
 from octavo.types import Tokens
 
 

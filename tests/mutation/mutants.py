@@ -166,7 +166,7 @@ MUTANTS = [
     Mutant("cache/radix_tree.py", "if on_path or not all(", "if not all("),
     Mutant("cache/eviction.py", "return (node.uses, node.rested)", "return (-node.uses, node.rested)"),
     Mutant("cache/eviction.py", "if len(protected) > self._max_protected:", "if False:"),
-    Mutant("cache/eviction.py", "if self._holds(note):\n                self.unpin(note[2])", "pass"),
+    Mutant("cache/pinned_blocks.py", "if self._holds(note):\n                self.unpin(note[2])", "pass"),
     Mutant(
         "cache/kv_events.py",
         "chain_hash(parent.hash, tokens, salt)\n        self",

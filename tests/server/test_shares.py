@@ -15,7 +15,7 @@ from typing import Any
 import httpx
 import pytest
 
-from octavo.cache.eviction import PINNED_SHARE
+from octavo.cache.pinned_blocks import PINNED_SHARE
 from octavo.config import ModelSettings, ServeConfig
 from octavo.grammar import compiler
 from octavo.server_settings import ServerSettings
