@@ -88,7 +88,8 @@ class Qwen4Config(Qwen3NextConfig):
     num_streams: int
     rank: int
     """Of the map to the weights of streams."""
-    index: IndexPart
+    index: IndexPart | None
+    """Without it rows attend to all positions."""
     hashes: HashPart | None
 
     @property
@@ -272,9 +273,9 @@ class HashedLayer:
 class BlockIndexer:
     """Chooses the blocks that rows attend to; see ``ops.choose_blocks``."""
 
-    def __init__(self, config: Qwen4Config, weights: WeightLoader, name: str) -> None:
-        self.part, offset = config.index, config.norm.offset
-        N, width = self.part.num_heads, self.part.width
+    def __init__(self, config: Qwen4Config, part: IndexPart, weights: WeightLoader, name: str) -> None:
+        self.part, offset = part, config.norm.offset
+        N, width = part.num_heads, part.width
         self.projections = weights.replicated(f"{name}.index_qk_proj", (N + 1) * width, config.hidden_size)
         norms = (weights.norm(f"{name}.{part}_layernorm", width, config.norm_eps, offset) for part in "qk")
         self.q_norm, self.k_norm = norms
@@ -321,8 +322,8 @@ class Qwen4Layer(Qwen3_5Layer):
     def load_mixer(self, config: DecoderConfig, weights: WeightLoader, prefix: str, index: int) -> None:
         super().load_mixer(config, weights, prefix, index)
         assert isinstance(config, Qwen4Config)
-        if self.recurrence is None:
-            self.indexer = BlockIndexer(config, weights, f"{prefix}.self_attn.indexer")
+        if self.recurrence is None and config.index is not None:
+            self.indexer = BlockIndexer(config, config.index, weights, f"{prefix}.self_attn.indexer")
 
     def mix(self, x_TD: Tensor, step: StepAngles, cache: LayerCache, rows: PagedRows) -> Tensor:
         if self.indexer is None:
@@ -399,13 +400,17 @@ class Qwen4ExpForCausalLM(Decoder):
 
     def step(self, token_ids_T: Tensor, positions_T: Tensor, x_TD: Tensor, rows: PagedRows) -> StepAngles:
         """Angles are those of positions, and those of the starts of blocks that would end there."""
-        found = super().step(token_ids_T, positions_T, x_TD, rows)
+        found = super().step(token_ids_T, positions_T, x_TD, rows)._replace(token_ids_T=token_ids_T)
+        if self.config.index is None:
+            return found
         starts_T = (positions_T + 1 - self.config.index.block).clamp(min=0)
         of_starts = self.rotaries[0](starts_T, rows.rope_shifts_AT)
-        return found._replace(angles=(*found.angles, of_starts), token_ids_T=token_ids_T)
+        return found._replace(angles=(*found.angles, of_starts))
 
 
-def _read_index(keys: ConfigKeys, rotated: int) -> IndexPart:
+def _read_index(keys: ConfigKeys, rotated: int) -> IndexPart | None:
+    if all(keys.get(key) is None for key in QSA):
+        return None
     heads, kv_heads, width, budget, block = (keys.size(key) for key in QSA)
     if kv_heads != 1:
         raise wrong("indexer_kv_heads", kv_heads, "1")
@@ -447,7 +452,8 @@ def _read_hashes(keys: ConfigKeys, config: DecoderConfig) -> HashPart | None:
 def _cache(config: Qwen4Config, layer: int, is_recurrent: bool) -> LayerCacheSpec:
     """What a layer caches."""
     if not is_recurrent:
-        return LayerCacheSpec(config.num_kv_heads, config.head_dim, index_dim=config.index.width)
+        width = config.index.width if config.index is not None else 0
+        return LayerCacheSpec(config.num_kv_heads, config.head_dim, index_dim=width)
     part, found = config.hashes, config.delta.cache
     if part is None or layer not in part.layers:
         return found

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from octavo import LLM, RequestOutput, SamplingParams
@@ -256,3 +257,18 @@ def test_rows_that_fill_up_inklings_map_to_logits_are_no_tokens(tmp_path: Path) 
         logits = model(torch.tensor([[*PROMPTS[3], *tokens]]), use_cache=False).logits[0]
     assert logits.shape[1] == 5
     check_logprobs(result.outputs[0].logprobs or [], logits.log_softmax(-1)[len(PROMPTS[3]) - 1 : -1])
+
+
+def test_qwen4_without_an_indexer_attends_to_all_positions(tmp_path: Path) -> None:
+    """As with one that may choose all of them: transformers makes no model without, though its configuration may be."""
+    model = make_checkpoint(tmp_path, "qwen4_exp_text/plain", indexer_budget=6 * MAX_LEN)
+    weights = load_file(tmp_path / "model.safetensors")
+    save_file({name: x for name, x in weights.items() if ".indexer." not in name}, tmp_path / "model.safetensors")
+    config = json.loads((tmp_path / "config.json").read_text())
+    changed = {key: None if key.startswith("indexer_") else value for key, value in config.items()}
+    (tmp_path / "config.json").write_text(json.dumps(changed))
+    with LLM(tmp_path, dtype="float32", block_size=16, **SETTINGS) as llm:
+        found, _ = logits_of(llm, PROMPTS[4])
+    with torch.inference_mode():
+        expected = model(torch.tensor([PROMPTS[4]]), use_cache=False).logits[0]
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=0)
