@@ -408,6 +408,9 @@ def _read_config(keys: ConfigKeys, max_len: int | None) -> DeepseekV4Config:
     kinds, groups = _kinds(keys, count), keys.size("o_groups", 8)
     if N % groups:
         raise wrong("o_groups", groups, f"a divisor of num_attention_heads, {N}")
+    index_dim = keys.size("index_head_dim", 128)
+    if SPARSE in kinds and index_dim < rotated:
+        raise wrong("index_head_dim", index_dim, f"at least as many numbers as are rotated, {rotated}")
     ropes = [MAIN if kind == WINDOW else COMPRESSED for kind in kinds]
     config = config.with_attention(num_kv_heads=1, window=window, has_sinks=True, rope=ropes, is_adjacent=True)
     parts, fixed = _experts(keys, config)
@@ -422,7 +425,7 @@ def _read_config(keys: ConfigKeys, max_len: int | None) -> DeepseekV4Config:
         num_groups=groups,
         output_rank=keys.size("o_lora_rank", 1024),
         index_heads=keys.size("index_n_heads", 64),
-        index_dim=keys.size("index_head_dim", 128),
+        index_dim=index_dim,
         index_count=keys.size("index_topk", 512),
         num_streams=keys.size("hc_mult", 4, low=2),
         iterations=keys.size("hc_sinkhorn_iters", 20),

@@ -171,6 +171,7 @@ def test_keys_of_older_names() -> None:
     [
         ({"compress_ratios": [0, 128, 5, 128, 4]}, "compress_ratios .* each one of 0, 4 and 128"),
         ({"o_groups": 7}, "o_groups is 7; it must be a divisor of num_attention_heads, 64"),
+        ({"index_head_dim": 62}, "index_head_dim is 62; it must be at least as many numbers as are rotated, 64"),
         ({"qk_rope_head_dim": 63}, "qk_rope_head_dim is 63; it must be an even number"),
         ({"scoring_func": "relu"}, "scoring_func is 'relu'; it must be one of sqrtsoftplus, sigmoid, softmax"),
         ({"attention_bias": True}, "attention_bias is True"),
