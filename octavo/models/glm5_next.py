@@ -203,7 +203,7 @@ class Glm5NextForCausalLM(Decoder):
         keys.pass_over("head_dim", "rope_parameters", "rope_theta", "rope_scaling", "index_topk_freq")
         config = dataclasses.replace(_clamped(own, plain.without_rope()), latent_eps=plain.norm_eps)
         delta, lowest = _read_delta(keys)
-        index = _read_index(keys, count)
+        index = _read_index(keys, kinds)
         if not config.query_rank:
             raise wrong("q_lora_rank", None, "given, as indexers' queries are projected from so many numbers")
         latent = config.layers[0].cache
@@ -272,9 +272,13 @@ def _read_delta(keys: ConfigKeys) -> tuple[DeltaSizes, float]:
     return DeltaSizes(heads, heads, width, width, conv), float(bound or 0)
 
 
-def _read_index(keys: ConfigKeys, num_layers: int) -> PooledIndex:
+def _read_index(keys: ConfigKeys, kinds: Sequence[str]) -> PooledIndex:
     block, budget = keys.size("index_kpool", 16), keys.size("index_topk", 2048)
     if budget < block:
         raise wrong("index_topk", budget, f"at least index_kpool, {block}")
     heads, width = keys.size("index_n_heads", 32), keys.size("index_head_dim", 128)
-    return PooledIndex(heads, width, block, budget // block, read_owners(keys, num_layers))
+    owners = read_owners(keys, len(kinds))
+    first = next((i for i, kind in enumerate(kinds) if kind != LINEAR), 0)
+    if not owners[first]:
+        raise wrong("indexer_types", keys.get("indexer_types"), f"full for layer {first}, before which none chooses")
+    return PooledIndex(heads, width, block, budget // block, owners)

@@ -8,6 +8,9 @@ from typing import Any
 import pytest
 
 from octavo import LLM, SamplingParams
+from octavo.errors import CheckpointError
+from octavo.models.features import KEYS
+from octavo.models.registry import read_config
 from tests.models.families import make_checkpoint
 from tests.models.test_architectures import PROMPTS, SETTINGS
 from tests.ops.cpu_cases import needs_float_kernels
@@ -34,3 +37,23 @@ def test_a_text_has_the_same_bits_alone_in_a_batch_and_in_any_chunks(row: str, t
     expected = answers(PROMPTS)
     assert answers(PROMPTS, max_num_batched_tokens=7) == expected
     assert answers(PROMPTS[-1:], max_num_batched_tokens=100, block_size=1) == expected[-1:]
+
+
+@pytest.mark.parametrize(
+    ("architecture", "changes", "message"),
+    [
+        (
+            "Glm5NextForCausalLM",
+            {
+                "layer_types": ["linear_attention", "indexed_attention"],
+                "indexer_types": ["full", "shared"],
+                "qk_rope_head_dim": 0,
+            },
+            r"indexer_types is \['full', 'shared'\]; it must be full for layer 1",
+        ),
+        ("GlmMoeDsaForCausalLM", {"index_head_dim": 6}, "index_head_dim is 6; it must be at least qk_rope_head_dim"),
+    ],
+)
+def test_wrong_indexers(architecture: str, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(CheckpointError, match=message):
+        read_config({"architectures": [architecture], **KEYS, "num_hidden_layers": 2, **changes})
