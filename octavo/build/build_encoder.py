@@ -41,6 +41,8 @@ from octavo.weights.checkpoint import Checkpoint
 MAX_NUM_SEQS, MAX_NUM_BATCHED_TOKENS = 256, 4096
 MAX_NUM_SEQS_GPU, MAX_NUM_BATCHED_TOKENS_GPU = 1024, 32_768
 """A GPU takes less time for them than the host does to prepare a step."""
+MOST_RESULTS = 32 << 20
+"""Bytes of the results of a GPU's step, if each text asks for vectors of its tokens, or for one of the vocabulary."""
 
 
 _IN_LAYER = re.compile(r"\.\d+\.")
@@ -54,8 +56,8 @@ def build_encoder(
         raise ConfigError("tensor_parallel_size and pipeline_parallel_size: an encoder runs on one device")
     if config.model.enable_return_routed_experts:
         raise ConfigError("enable_return_routed_experts: an encoder has no routers of experts")
-    max_model_len, max_num_seqs, max_num_batched_tokens = encoder_limits(config, path, model, form.device)
     model, pooling = with_pooling(config, path, model)
+    max_model_len, max_num_seqs, max_num_batched_tokens = encoder_limits(config, path, model, form.device)
     is_sparse = model.uses_vocabulary
     rows = AdapterRows() if config.model.enable_lora else None
     loaded = load_encoder(model, checkpoint, form, rows)
@@ -177,7 +179,9 @@ def encoder_limits(config: EngineConfig, path: Path, model: EncoderConfig, devic
     max_model_len = _longest(config.model.max_model_len, model, path)
     seqs, tokens = MAX_NUM_SEQS, MAX_NUM_BATCHED_TOKENS
     if device.type != CPU:
-        seqs, tokens = MAX_NUM_SEQS_GPU, MAX_NUM_BATCHED_TOKENS_GPU
+        tokens = max(tokens, min(MAX_NUM_BATCHED_TOKENS_GPU, MOST_RESULTS // (4 * model.hidden_size)))
+        most = MOST_RESULTS // (4 * model.vocab_size) if model.uses_vocabulary else MAX_NUM_SEQS_GPU
+        seqs = max(seqs, min(MAX_NUM_SEQS_GPU, most))
     max_num_batched_tokens = requested.max_num_batched_tokens or max(tokens, max_model_len, requested.max_num_seqs or 0)
     if max_num_batched_tokens < max_model_len:
         raise ConfigError(

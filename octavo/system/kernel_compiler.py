@@ -6,7 +6,6 @@ import contextlib
 import functools
 import importlib
 import importlib.util
-import os
 import queue
 import socket
 import subprocess
@@ -111,12 +110,10 @@ def compilers() -> Compilers | None:
 def start_compilers() -> None:
     """Start the processes that compile for this one, if there is Triton, and a processor for them.
 
-    Each GPU of the host has its share of the processors: there may be an engine, or a rank of one, for each. A process
-    that may use fewer than that has been given its share.
+    Each GPU of the host has its share of the processors: there may be an engine, or a rank of one, for each.
     """
     num_gpus = len(list(DEVICES.glob("nvidia[0-9]*")))
-    share = (os.cpu_count() or 1) // max(num_gpus, 1)
-    count = min(num_cpus(), share, MOST_PROCESSES + 1) - 1
+    count = min(num_cpus() // max(num_gpus, 1) - 1, MOST_PROCESSES)
     if count >= 1 and not _running and importlib.util.find_spec("triton") is not None:
         with contextlib.suppress(OSError):
             _running.append(Compilers(count, parts(COMPILERS)["triton"].module))

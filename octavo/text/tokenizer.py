@@ -58,8 +58,8 @@ FIRST_PART = 1 << 16
 """Characters of the first part that is looked at."""
 USUAL_CHARACTERS = 8
 """For each token, at most, in most texts; only the others are looked at in parts."""
-TEXTS_AT_ONCE = 1024
-"""Encoded by one call of the library."""
+CHARACTERS_AT_ONCE = 1 << 20
+"""Of texts that are encoded by one call of the library, which keeps some 100 bytes for each token."""
 CACHED_WORDS = 1000
 """Of each thread. The library's own limit of 10,000 words takes 70 MB in each thread if a client sends long ones. Where
 words in the vocabulary are looked up, a cache of the others makes nothing faster."""
@@ -127,12 +127,23 @@ class Tokenizer:
     def encode_all(self, texts: Sequence[str]) -> list[list[int]]:
         """``encode`` of each text; the library encodes several at the same time."""
         found: list[list[int]] = []
-        for start in range(0, len(texts), TEXTS_AT_ONCE):
-            some = texts[start : start + TEXTS_AT_ONCE]
-            long = {text for text in some if self._takes_apart(text)}
-            whole = iter(encode_texts(self._backend, [text for text in some if text not in long], True))
-            found += [self.encode(text) if text in long else list(next(whole).ids) for text in some]
-        return found
+        some: list[str] = []
+        room = CHARACTERS_AT_ONCE
+        for text in texts:
+            is_alone = self._takes_apart(text) or len(text) > CHARACTERS_AT_ONCE
+            if is_alone or len(text) > room:
+                found += self._encoded(some)
+                some, room = [], CHARACTERS_AT_ONCE
+            if is_alone:
+                found.append(self.encode(text))
+            else:
+                some.append(text)
+                room -= len(text)
+        return found + self._encoded(some)
+
+    def _encoded(self, texts: Sequence[str]) -> list[list[int]]:
+        """``encode`` of short texts that were checked."""
+        return [list(encoding.ids) for encoding in encode_texts(self._backend, texts, True)] if texts else []
 
     def _takes_apart(self, text: str) -> bool:
         """Whether the parts of a long text are encoded at the same time. Raises as ``encode`` does."""

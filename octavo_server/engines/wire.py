@@ -30,7 +30,8 @@ from octavo.telemetry.cache_view import CacheView, SessionOrder, SessionReport
 from octavo.telemetry.events import Event
 from octavo.types import EngineInfo, EngineStats, Output, Request, WeightOrder
 
-MAX_FRAME_BYTES = 64 << 20
+MAX_FRAME_BYTES = 1 << 30
+"""A text of 32,768 tokens has vectors of 512 MiB, with 4,096 numbers each."""
 HEADER = struct.Struct("<I")
 
 

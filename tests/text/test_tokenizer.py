@@ -186,3 +186,12 @@ def test_a_special_token_around_texts_may_be_any_text(text: str) -> None:
     wrap_with_special_tokens(backend, {"bos_token": text, "eos_token": text}, True, True, Path("folder"))
     assert backend.encode("x").ids == [7, 1, 7]
     assert backend.encode("x", "x").tokens == [text, "x", "x", text]
+
+
+def test_texts_are_encoded_together_up_to_so_many_characters(
+    small_tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("octavo.text.tokenizer.CHARACTERS_AT_ONCE", 10)
+    texts = ["the TM1", "ab", "T", "", "more than ten", "the"]
+    assert small_tokenizer.encode_all(texts) == [small_tokenizer.encode(text) for text in texts]
+    assert small_tokenizer.encode_all([]) == []

@@ -53,7 +53,7 @@ def tune_kernels(send: Callable[[Message], Reply[Any]], plan: TuningPlan) -> int
     is_over = plan.seconds <= 0
     for i, num_rows in enumerate(TUNED_ROWS):
         begun = time.monotonic()
-        is_over = is_over or begun + longest - started > plan.seconds
+        is_over = is_over or begun + longest - started > plan.seconds  # perhaps with products left of the last bucket
         if is_over:
             break
         keys = send(PrepareTuning(num_rows, plan.again, plan.seconds - (begun - started))).wait()
@@ -64,6 +64,7 @@ def tune_kernels(send: Callable[[Message], Reply[Any]], plan: TuningPlan) -> int
             entries[key] = send(MeasureKernels(key)).wait()
             plan.report((i + (j + 1) / len(keys)) / len(TUNED_ROWS), key)
         longest = max(longest, time.monotonic() - begun)
+        is_over = time.monotonic() - started > plan.seconds
     if entries:
         send(UseKernels(entries)).wait()
         rest = "; the next start measures the others" if is_over else ""
