@@ -36,6 +36,8 @@ class LatentHeads(NamedTuple):
     scale: float
     sinks_N: Tensor | None = None
     """float32: an additional logit per head in the denominator of the softmax."""
+    window: int = 0
+    """Sliding window in positions, including the row's own; 0: full attention."""
 
 
 @op
@@ -54,7 +56,7 @@ def latent_attention(
     A row of ``q`` holds N queries, each with P plain, then 2 R rotated numbers; a row of ``kv`` the latent, then 2 R
     numbers of the key that are rotated. An entry of the cache is the key: its rotated part, then the normed latent. The
     cache has one kv head, and one tensor for keys and values. The results of padding rows are unspecified, and nothing
-    is stored for them. With ``chosen``, a row attends to these positions alone.
+    is stored for them. With ``chosen``, a row attends to these positions alone; such a layer has no window.
     """
     q_TNH = store_latents(q_TW, kv_TC, heads, cos_TR, sin_TR, cache, rows)
     if chosen is not None:
@@ -68,6 +70,7 @@ def latent_attention(
         rows.cu_seqlens_q,
         rows.seq_lens_S,
         heads.scale,
+        heads.window,
         sinks_N=heads.sinks_N,
     )
     return head_linear(out_TNH[..., 2 * cos_TR.shape[1] :], heads.value_map_NVL)

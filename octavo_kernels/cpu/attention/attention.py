@@ -396,6 +396,7 @@ def latent_attention_numba(
     q_TNH = store_latents(q_TW, kv_TC, heads, cos_TR, sin_TR, cache, rows)
     if chosen is not None:
         cache, rows = chosen.of(cache, rows)
-    layout = HeadLayout(q_TNH.shape[1], 1, q_TNH.shape[2], heads.scale, shares_cache=True, sinks_N=heads.sinks_N)
+    _, N, H = q_TNH.shape
+    layout = HeadLayout(N, 1, H, heads.scale, window=heads.window, sinks_N=heads.sinks_N, shares_cache=True)
     out_TW = attention_numba(q_TNH.flatten(1), layout, None, None, cache, rows)
     return head_linear(out_TW.view(q_TNH.shape)[..., 2 * cos_TR.shape[1] :], heads.value_map_NVL)

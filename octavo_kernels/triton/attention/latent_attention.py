@@ -34,6 +34,7 @@ from octavo_kernels.triton.attention.latent_outputs import (
     keys_of_run,
     latent_outputs,
     latent_sums,
+    seen_from,
     single_row,
 )
 from octavo_kernels.triton.attention.latent_prompts import attend_prompts, expanded_tiles, room_for
@@ -88,12 +89,13 @@ def latent_attention_triton(
     has_single = (is_decode or len(rows.seq_lens_S) > 1) and not is_invariant()
     has_single |= chosen is not None
     given, parts = (q_TNH, 2 * R, cache, rows, heads.scale, out_TNL), None
+    more = {"sinks_N": heads.sinks_N, "window": heads.window}
     if has_single:
-        parts = attend_single_rows(*given, 1 if is_invariant() else None, sinks_N=heads.sinks_N)
+        parts = attend_single_rows(*given, 1 if is_invariant() else None, **more)
     room = room_for(q_TNH, heads, cache, rows)
     if not (is_decode and has_single):
         room_tiles = 0 if room is None else room.num_tiles
-        attend_rows(*given, has_single, room_tiles, sinks_N=heads.sinks_N)
+        attend_rows(*given, has_single, room_tiles, **more)
     out_TNV: Tensor
     if is_decode and parts is not None:
         out_TNV = q_TNH.new_empty(T, N, heads.value_map_NVL.shape[1])
@@ -136,6 +138,7 @@ def attend_single_rows(
     splits: int | None = None,
     part: ContextPart = WHOLE_CONTEXT,
     sinks_N: Tensor | None = None,
+    window: int = 0,
 ) -> Parts | None:
     """Attend for rows that are the only ones of their sequences; at most ``splits`` programs share a context.
 
@@ -158,10 +161,10 @@ def attend_single_rows(
         single_rows_kernel, (splits, tiles, S),
         q_TNH, keys, sums, logs, sinks_N, block_tables_SB, None if rows.max_query_len == 1 else rows.cu_seqlens_q,
         rows.seq_lens_S, scale * LOG2_E.value, block_tables_SB.stride(0), keys.stride(0), splits,
-        **_constants(q_TNH, split, keys, config, part),
+        **_constants(q_TNH, split, keys, config, part, window),
     )
     # fmt: on
-    return None if logs is None else Parts(sums, logs, config.keys)
+    return None if logs is None else Parts(sums, logs, config.keys, window)
 
 
 def attend_rows(
@@ -175,6 +178,7 @@ def attend_rows(
     room_tiles: int = 0,
     part: ContextPart = WHOLE_CONTEXT,
     sinks_N: Tensor | None = None,
+    window: int = 0,
 ) -> None:
     """Fill ``out`` for any numbers of rows: with latents, or as ``ops.partial_latent_attention`` does.
 
@@ -191,7 +195,7 @@ def attend_rows(
         rows_kernel, (programs, triton.cdiv(N, heads)),
         q_TNH, keys, out_TNX, sinks_N, block_tables_SB, rows.cu_seqlens_q, rows.seq_lens_S,
         scale * LOG2_E.value, S, room_tiles, block_tables_SB.stride(0), keys.stride(0),
-        **_constants(q_TNH, split, keys, config, part), X=out_TNX.shape[2], HEADS=heads,
+        **_constants(q_TNH, split, keys, config, part, window), X=out_TNX.shape[2], HEADS=heads,
         SEQUENCES=max(128, triton.next_power_of_2(S)), SKIP_SINGLE=skip_single, SKIP_EXPANDED=room_tiles > 0,
     )
     # fmt: on
@@ -206,10 +210,13 @@ def _config(q_TNH: Tensor, config: LatentTile) -> LatentTile:
     return config if keys >= config.keys else config._replace(keys=keys, stages=2)
 
 
-def _constants(q_TNH: Tensor, split: int, cache: Tensor, config: LatentTile, part: ContextPart) -> dict[str, int]:
+def _constants(
+    q_TNH: Tensor, split: int, cache: Tensor, config: LatentTile, part: ContextPart, window: int
+) -> dict[str, int]:
     """Compile-time constants of both kernels."""
     _, N, H = q_TNH.shape
     assert q_TNH.is_contiguous()
+    assert not window or part.size == 1, "parts of contexts have no windows"
     return {
         "RANK": part.rank,
         "PARTS": part.size,
@@ -222,6 +229,7 @@ def _constants(q_TNH: Tensor, split: int, cache: Tensor, config: LatentTile, par
         "ROWS": config.rows,
         "KEYS": config.keys,
         "STAGES": config.stages,
+        "WINDOW": window,
         "num_warps": config.warps,
     }
 
@@ -233,7 +241,7 @@ def single_rows_kernel(
     cu_seqlens_ptr: tl.tensor, seq_lens_ptr: tl.tensor, scale: tl.tensor, table_stride: tl.tensor,
     block_stride: tl.tensor, max_splits: tl.tensor, RANK: tl.constexpr, PARTS: tl.constexpr, N: tl.constexpr,
     P: tl.constexpr, L: tl.constexpr, PP: tl.constexpr, LP: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    ROWS: tl.constexpr, KEYS: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+    ROWS: tl.constexpr, KEYS: tl.constexpr, STAGES: tl.constexpr, WINDOW: tl.constexpr, PDL: tl.constexpr,
 ) -> None:  # fmt: skip
     """A run of keys for ROWS heads of a sequence's one row; with ``logs``, ``out`` are the sums of runs."""
     split, seq = tl.program_id(0), tl.program_id(2)
@@ -241,8 +249,9 @@ def single_rows_kernel(
     # What was uploaded for the step is of kernels long before.
     row, length = single_row(seq, seq >= 0, cu_seqlens_ptr, seq_lens_ptr)
     length = part_count(length, RANK, PARTS)
-    keys_each = keys_of_run(length, max_splits, KEYS)
-    begin = split * keys_each
+    first, first_tile = seen_from(length, WINDOW, KEYS)
+    keys_each = keys_of_run(length - first_tile, max_splits, KEYS)
+    begin = first_tile + split * keys_each
     end = tl.minimum(begin + keys_each, length)
     tables_ptr += seq.to(tl.int64) * table_stride
     if PDL and begin < length:  # the first keys are on their way to the cache when the queries are there
@@ -254,8 +263,8 @@ def single_rows_kernel(
     if begin < length:
         q_ML, q_MP = _queries(q_ptr, row * N + head_M, head_M < N, P, L, PP, LP)
         peak_M, total_M, acc_ML = _walk(
-            q_ML, q_MP, sinks_ptr, head_M, tl.zeros_like(head_M) + length - 1, begin, end, cache_ptr, tables_ptr,
-            block_stride, scale, N, P, L, PP, LP, BLOCK_SIZE, KEYS, STAGES,
+            q_ML, q_MP, sinks_ptr, head_M, tl.zeros_like(head_M) + length - 1, first, begin, end, cache_ptr,
+            tables_ptr, block_stride, scale, N, P, L, PP, LP, BLOCK_SIZE, KEYS, STAGES, WINDOW,
         )  # fmt: skip
         to_M = row * N + head_M
         if logs_ptr is not None:
@@ -273,8 +282,8 @@ def rows_kernel(
     table_stride: tl.tensor,
     block_stride: tl.tensor, RANK: tl.constexpr, PARTS: tl.constexpr, N: tl.constexpr, P: tl.constexpr,
     L: tl.constexpr, PP: tl.constexpr, LP: tl.constexpr, BLOCK_SIZE: tl.constexpr, ROWS: tl.constexpr,
-    KEYS: tl.constexpr, STAGES: tl.constexpr, X: tl.constexpr, HEADS: tl.constexpr, SEQUENCES: tl.constexpr,
-    SKIP_SINGLE: tl.constexpr, SKIP_EXPANDED: tl.constexpr, PDL: tl.constexpr,
+    KEYS: tl.constexpr, STAGES: tl.constexpr, WINDOW: tl.constexpr, X: tl.constexpr, HEADS: tl.constexpr,
+    SEQUENCES: tl.constexpr, SKIP_SINGLE: tl.constexpr, SKIP_EXPANDED: tl.constexpr, PDL: tl.constexpr,
 ) -> None:  # fmt: skip
     """Tiles of HEADS heads of a few tokens, those of a sequence from its last rows, which see most, to its first."""
     TOKENS: tl.constexpr = ROWS // HEADS
@@ -302,9 +311,11 @@ def rows_kernel(
         q_ML, q_MP = _queries(q_ptr, token_M * N + head_M, is_in_M, P, L, PP, LP)
         last_M = part_count(shift + token_M + 1, RANK, PARTS) - 1
         end = part_count(shift + tl.minimum(first + TOKENS, stop), RANK, PARTS)
+        seen, begin = seen_from(shift + first + 1, WINDOW, KEYS)
         peak_M, total_M, acc_ML = _walk(
-            q_ML, q_MP, sinks_ptr, head_M, last_M, 0, end, cache_ptr, tables_ptr + s.to(tl.int64) * table_stride,
-            block_stride, scale, N, P, L, PP, LP, BLOCK_SIZE, KEYS, STAGES,
+            q_ML, q_MP, sinks_ptr, head_M, last_M, seen, begin, end, cache_ptr,
+            tables_ptr + s.to(tl.int64) * table_stride, block_stride, scale, N, P, L, PP, LP, BLOCK_SIZE, KEYS, STAGES,
+            WINDOW,
         )  # fmt: skip
         to_M = out_ptr + (token_M * N + head_M).to(tl.int64) * X
         if X > L:
@@ -328,26 +339,27 @@ def _queries(
 
 @triton.jit
 def _walk(
-    q_ML: tl.tensor, q_MP: tl.tensor, sinks_ptr: tl.tensor, head_M: tl.tensor, position_M: tl.tensor, begin: tl.tensor,
-    end: tl.tensor, cache_ptr: tl.tensor,
-    table_ptr: tl.tensor, block_stride: tl.tensor, scale: tl.tensor, N: tl.constexpr, P: tl.constexpr,
-    L: tl.constexpr, PP: tl.constexpr, LP: tl.constexpr, BLOCK_SIZE: tl.constexpr, KEYS: tl.constexpr,
-    STAGES: tl.constexpr,
+    q_ML: tl.tensor, q_MP: tl.tensor, sinks_ptr: tl.tensor, head_M: tl.tensor, position_M: tl.tensor, seen: tl.tensor,
+    begin: tl.tensor, end: tl.tensor, cache_ptr: tl.tensor, table_ptr: tl.tensor, block_stride: tl.tensor,
+    scale: tl.tensor, N: tl.constexpr, P: tl.constexpr, L: tl.constexpr, PP: tl.constexpr, LP: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, KEYS: tl.constexpr, STAGES: tl.constexpr, WINDOW: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """Largest score, sum of weights and weighted latents over keys ``begin`` to ``end`` up to each row's position. With
-    the first keys come the sinks of heads."""
+    """Largest score, sum of weights and weighted latents over keys ``begin`` to ``end`` up to each row's position, none
+    before ``seen``. With the first keys come the sinks of heads."""
     p_P, d_L = tl.arange(0, PP), tl.arange(0, LP)
     peak_M = tl.full([q_ML.shape[0]], NO_SCORE, tl.float32)
     total_M = tl.zeros([q_ML.shape[0]], tl.float32)
     acc_ML = tl.zeros([q_ML.shape[0], LP], tl.float32)
     if sinks_ptr is not None:
         sink_M = tl.load(sinks_ptr + head_M, mask=head_M < N, other=0.0) * LOG2_E
-        peak_M = tl.where(begin == 0, sink_M, peak_M)
-        total_M = tl.where(begin == 0, 1.0, total_M)
+        peak_M = tl.where(begin <= seen, sink_M, peak_M)
+        total_M = tl.where(begin <= seen, 1.0, total_M)
     block = key_blocks(table_ptr, begin, end, BLOCK_SIZE, KEYS)
     for at in tl.range(begin, end, KEYS, num_stages=STAGES):
         key_C = at + tl.arange(0, KEYS)
         is_key_C1 = (key_C < end)[:, None]  # slots behind may be NaN, which a weight of 0 would not undo
+        if WINDOW > 0:  # and so may those before
+            is_key_C1 = is_key_C1 & (key_C >= seen)[:, None]
         at_C1 = cache_ptr + block.to(tl.int64) * block_stride + (key_C % BLOCK_SIZE)[:, None] * (P + L)
         k_CL = tl.load(at_C1 + P + d_L[None, :], mask=is_key_C1 & (d_L < L)[None, :], other=0.0).to(q_ML.dtype)
         k_CP = tl.load(at_C1 + p_P[None, :], mask=is_key_C1 & (p_P < P)[None, :], other=0.0).to(q_ML.dtype)
@@ -355,6 +367,8 @@ def _walk(
         scores_MC = tl.dot(q_MP, tl.trans(k_CP), input_precision="ieee")
         scores_MC = tl.dot(q_ML, tl.trans(k_CL), scores_MC, input_precision="ieee") * scale
         scores_MC = tl.where(key_C[None, :] <= tl.minimum(position_M, end - 1)[:, None], scores_MC, float("-inf"))
+        if WINDOW > 0:
+            scores_MC = tl.where(key_C[None, :] > position_M[:, None] - WINDOW, scores_MC, float("-inf"))
         top_M = tl.maximum(peak_M, tl.max(scores_MC, 1))
         weights_MC = tl.exp2(scores_MC - top_M[:, None])
         shrink_M = tl.exp2(peak_M - top_M)

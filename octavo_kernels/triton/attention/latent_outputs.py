@@ -44,6 +44,7 @@ class Parts(NamedTuple):
     """float32: the logarithm of the sum of weights, in base 2."""
     keys: int
     """Keys of a run are a multiple of this."""
+    window: int = 0
 
 
 def latent_outputs(parts: Parts, value_map_NVL: Tensor, rows: PagedRows, out_TNV: Tensor) -> None:
@@ -59,7 +60,7 @@ def latent_outputs(parts: Parts, value_map_NVL: Tensor, rows: PagedRows, out_TNV
         latent_outputs_kernel, (triton.cdiv(S, seqs), tiles, N),
         parts.sums_SPRGL, parts.logs_SPRG, value_map_NVL, out_TNV,
         None if rows.max_query_len == 1 else rows.cu_seqlens_q, rows.seq_lens_S, S, splits,
-        N=N, V=V, L=L, GROUP=group, KEYS=parts.keys, SEQS=seqs, RUNS=runs, ROWS=LEAST_ROWS, BLOCK_O=block_o,
+        N=N, V=V, L=L, GROUP=group, KEYS=parts.keys, WINDOW=parts.window, SEQS=seqs, RUNS=runs, ROWS=LEAST_ROWS, BLOCK_O=block_o,
         BLOCK_L=min(at_once, triton.next_power_of_2(L)), STAGES=STAGES, num_warps=WARPS,
     )
     # fmt: on
@@ -106,6 +107,15 @@ def keys_of_run(length: tl.tensor, max_splits: tl.tensor, KEYS: tl.constexpr) ->
 
 
 @triton.jit
+def seen_from(length: tl.tensor, WINDOW: tl.constexpr, KEYS: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
+    """The first key that the last row of a context sees, and where the tile of keys begins that has it."""
+    first = length * 0
+    if WINDOW > 0:
+        first = tl.maximum(length - WINDOW, 0)
+    return first, first // KEYS * KEYS
+
+
+@triton.jit
 def single_row(
     seq: tl.tensor, is_seq: tl.tensor, cu_seqlens_ptr: tl.tensor, seq_lens_ptr: tl.tensor
 ) -> tuple[tl.tensor, tl.tensor]:
@@ -125,8 +135,8 @@ def single_row(
 def latent_outputs_kernel(
     sums_ptr: tl.tensor, logs_ptr: tl.tensor, map_ptr: tl.tensor, out_ptr: tl.tensor, cu_seqlens_ptr: tl.tensor,
     seq_lens_ptr: tl.tensor, S: tl.tensor, max_splits: tl.tensor, N: tl.constexpr, V: tl.constexpr, L: tl.constexpr,
-    GROUP: tl.constexpr, KEYS: tl.constexpr, SEQS: tl.constexpr, RUNS: tl.constexpr, ROWS: tl.constexpr,
-    BLOCK_O: tl.constexpr, BLOCK_L: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+    GROUP: tl.constexpr, KEYS: tl.constexpr, WINDOW: tl.constexpr, SEQS: tl.constexpr, RUNS: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_L: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ) -> None:  # fmt: skip
     """A tile of one head's values, of SEQS rows; ROWS is what tensor cores take at least."""
     n, o_B = tl.program_id(2), tl.program_id(1) * BLOCK_O + tl.arange(0, BLOCK_O)
@@ -134,7 +144,8 @@ def latent_outputs_kernel(
     map_ptr += n.to(tl.int64) * V * L
     prefetch_outputs(map_ptr, o_B, L, V, PDL)
     _, length_M = single_row(s_M, s_M < S, cu_seqlens_ptr, seq_lens_ptr)
-    num_runs_M = tl.cdiv(length_M, keys_of_run(length_M, max_splits, KEYS))
+    num_keys_M = length_M - seen_from(length_M, WINDOW, KEYS)[1]
+    num_runs_M = tl.cdiv(num_keys_M, keys_of_run(num_keys_M, max_splits, KEYS))
     is_run_RM = r_R[:, None] < num_runs_M[None, :]
     GROUPS: tl.constexpr = (N + GROUP - 1) // GROUP
     first_M = (s_M * GROUPS + n // GROUP).to(tl.int64) * max_splits

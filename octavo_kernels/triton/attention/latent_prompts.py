@@ -57,7 +57,8 @@ def room_for(q_TNH: Tensor, heads: LatentHeads, cache: LayerCache, rows: PagedRo
     """Where the keys and values of this step's prompts are expanded, or ``None`` if they are not."""
     (N, L, P), V = heads.key_map_NLP.shape, heads.value_map_NVL.shape[1]
     is_supported = q_TNH.dtype in (torch.bfloat16, torch.float16) and L % BLOCK_L == 0
-    if (P, q_TNH.shape[2] - L, V) != EXPANDED_WIDTHS or not is_supported or heads.sinks_N is not None:
+    is_plain = is_supported and heads.sinks_N is None and not heads.window
+    if (P, q_TNH.shape[2] - L, V) != EXPANDED_WIDTHS or not is_plain:
         return None
     if rows.max_query_len < LEAST_ROWS.value or is_invariant() or not has_gluon(q_TNH.device):
         return None

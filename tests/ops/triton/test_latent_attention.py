@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from typing import Any
 
@@ -46,6 +47,7 @@ class Step:
         dtype: torch.dtype = torch.float32,
         cache_dtype: torch.dtype | None = None,
         block_size: int = 16,
+        window: int = 0,
     ) -> None:
         self.N, self.R, self.L, H = N, R, L, 2 * R + L
         self.query_lens, self.seq_lens = query_lens, seq_lens
@@ -60,7 +62,8 @@ class Step:
             for position in range(seq_len):
                 block, offset = int(tables[s, position // block_size]), position % block_size
                 if position < seq_len - q_len:
-                    cache[block, 0, offset] = torch.randn(H)
+                    if not window or position > seq_len - q_len - window:
+                        cache[block, 0, offset] = torch.randn(H)
                 else:
                     slots.append(block * block_size + offset)
         pads = 0 if max(query_lens) == 1 else 2  # where every sequence has one row, empty ones are padding
@@ -72,7 +75,8 @@ class Step:
         self.q = torch.randn(T + pads, N * (P + 2 * R)).to(device, dtype)
         self.kv = torch.randn(T + pads, L + 2 * R).to(device, dtype)
         maps, norm = (torch.randn(N, L, P) * P**-0.5, torch.randn(N, V, L) * L**-0.5), torch.randn(L)
-        self.heads = LatentHeads(*(part.to(device, dtype) for part in (*maps, norm)), 1e-5, float(H**-0.5))
+        parts = (part.to(device, dtype) for part in (*maps, norm))
+        self.heads = LatentHeads(*parts, 1e-5, float(H**-0.5), window=window)
         self.angles = (torch.rand(T + pads, R) * 6).to(device)
         self.cache = cache.to(device, cache_dtype or dtype)
         starts = torch.tensor([0, *query_lens]).cumsum(0).int()
@@ -125,8 +129,12 @@ class Step:
             blocks = self.rows.groups[0].block_tables_SB[s][: -(-seq_len // self.cache.shape[2])].long()
             keys = self.cache.float().double()[blocks, 0].flatten(0, 1)
             for i in range(q_len):
-                seen = keys[: seq_len - q_len + i + 1]
-                rows.append((q_TNH[at + i] @ seen.T * self.heads.scale).softmax(1) @ seen[:, 2 * self.R :])
+                end, window = seq_len - q_len + i + 1, self.heads.window
+                seen, sinks_N = keys[max(0, end - window) if window else 0 : end], self.heads.sinks_N
+                scores = q_TNH[at + i] @ seen.T * self.heads.scale
+                if sinks_N is not None:
+                    scores = torch.cat((scores, sinks_N.double()[:, None]), 1)
+                rows.append(scores.softmax(1)[:, : len(seen)] @ seen[:, 2 * self.R :])
             at += q_len
         return torch.stack(rows)
 
@@ -165,6 +173,17 @@ def test_numbers_of_heads(N: int, is_single: bool, device: str) -> None:
 def test_sizes_of_heads(R: int, L: int, is_single: bool, device: str) -> None:
     lens = ([1, 1], [40, 3]) if is_single else ([3, 1], [40, 3])
     check(Step(*lens, device, R=R, L=L, dtype=torch.bfloat16))
+
+
+@one_in(2)
+@pytest.mark.parametrize("window", [1, 16, 21])
+@pytest.mark.parametrize("lens", [([1, 1, 1, 0, 1], [130, 16, 22, 0, 21]), RAGGED])
+def test_windows(window: int, lens: tuple[list[int], list[int]], device: str) -> None:
+    """What is before a window may be no number; sinks count once, wherever a window begins."""
+    check(Step(*lens, device, window=window))
+    step = Step(*lens, device, window=window, N=3)
+    step.heads = step.heads._replace(sinks_N=torch.randn(3, device=device))
+    check(step)
 
 
 @pytest.mark.parametrize("is_single", [True, False])
@@ -227,8 +246,8 @@ def test_rows_are_the_same_in_any_step_where_asked_for(device: str) -> None:
 
 @pytest.mark.parametrize("lens", [([1, 1], [40, 3]), RAGGED])
 def test_the_reference_and_the_kernel_for_cpus_do_the_same(lens: tuple[list[int], list[int]]) -> None:
-    for run in (dispatched.reference, dispatched):
-        step = Step(*lens, "cpu")
+    for run, window in itertools.product((dispatched.reference, dispatched), (0, 7)):
+        step = Step(*lens, "cpu", window=window)
         tables = step.rows.groups[0].block_tables_SB
         tables[tables == 2**30] = 0  # they look behind a table's end
         torch.testing.assert_close(step.run(run).double(), step.expected(), rtol=3e-6, atol=3e-6)
