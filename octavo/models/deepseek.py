@@ -182,14 +182,18 @@ class DeepseekLayer(DecoderLayer):
         return q_TW, q_TD, None if self.gates is None else self.gates(h_TD)
 
     def mix(self, x_TD: Tensor, step: StepAngles, cache: LayerCache, rows: PagedRows) -> Tensor:
-        cos_TR, sin_TR = step.angles[0]
+        cos_TR, sin_TR = step.angles[self.part.rope or 0]
         h_TD = self.input_norm(x_TD)
         q_TW, q_TD, gates_TG = self.queries(h_TD)
         if step.query_scale_T1 is not None:
             q_TW.mul_(step.query_scale_T1)
-        kv_TC, chosen = self.kv_proj(h_TD), self.chosen(h_TD, q_TD, step, cache, rows)
+        kv_TC, chosen = self.latents(h_TD), self.chosen(h_TD, q_TD, step, cache, rows)
         attended_TN = latent_attention(q_TW, kv_TC, self.latent_heads, cos_TR, sin_TR, cache, rows, chosen).flatten(1)
         return attended_TN if gates_TG is None else gated(gates_TG, attended_TN, self.gate_function)
+
+    def latents(self, h_TD: Tensor) -> Tensor:
+        """The latents of normed rows, and the numbers of their keys that are rotated."""
+        return self.kv_proj(h_TD)
 
     def chosen(
         self, h_TD: Tensor, q_TD: Tensor, step: StepAngles, cache: LayerCache, rows: PagedRows

@@ -32,6 +32,8 @@ from octavo.quant.stored.stored_weight import DenseWeight, Order
 
 INDEX_EPS = 1e-6
 FULL, SHARED = "full", "shared"
+INDEXED = "indexed_attention"
+"""The type of a layer that attends to what an indexer chose."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,7 +89,7 @@ def read_sparse(keys: ConfigKeys, config: DeepseekConfig, num_heads: int, **more
     )
     if index.width < config.rotated_size:
         raise wrong("index_head_dim", index.width, f"at least qk_rope_head_dim, {config.rotated_size}")
-    keys.choices("layer_types", ("indexed_attention",), config.num_layers)
+    keys.choices("layer_types", (INDEXED,), config.num_layers)
     caches = [part.cache for part in config.layers]
     own = [
         None if cache is None else dataclasses.replace(cache, index_dim=index.width if has_own else 0)

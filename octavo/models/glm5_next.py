@@ -27,7 +27,7 @@ from octavo.models.config import FULL
 from octavo.models.config_keys import ConfigKeys, wrong
 from octavo.models.decoder import Decoder
 from octavo.models.deepseek import DeepseekConfig, DeepseekLayer, read_deepseek
-from octavo.models.deepseek_sparse import INDEX_EPS, read_owners
+from octavo.models.deepseek_sparse import INDEX_EPS, INDEXED, read_owners
 from octavo.models.hybrid import LINEAR, HybridLayer, Recurrence
 from octavo.models.kimi_linear import KimiLinearConfig, load_projected
 from octavo.models.loader import WeightLoader
@@ -42,7 +42,6 @@ from octavo.ops.sparse_attention import ChosenKeys, sees_all
 from octavo.quant.stored.shard import Section
 from octavo.quant.stored.stored_weight import DenseWeight
 
-INDEXED = "indexed_attention"
 DEFAULTS: dict[str, Any] = {
     "first_k_dense_replace": 3,
     "n_group": 1,

@@ -55,6 +55,8 @@ TEXT_MODELS: dict[str, tuple[str, Mapping[str, Any]]] = {
     "deepseek_ocr2_text": ("DeepseekForCausalLM", {}),
     "deepseek_v2": ("DeepseekV2ForCausalLM", {}),
     "deepseek_v3": ("DeepseekV3ForCausalLM", {}),
+    "dots3_note": ("Dots3NoteForCausalLM", {}),
+    "dots3_note_text": ("Dots3NoteForCausalLM", {}),
     "exaone4": ("Exaone4ForCausalLM", {}),
     "gemma": ("GemmaForCausalLM", GEMMA),
     "gemma2": ("Gemma2ForCausalLM", GEMMA2),
@@ -116,6 +118,7 @@ TEXT_PARTS: dict[str, str] = {
     "AudioFlamingo3ForConditionalGeneration": "qwen2",
     "Cohere2VisionForConditionalGeneration": "cohere2",
     "CohereCompassForConditionalGeneration": "cohere_compass_text",
+    "Dots3NoteForConditionalGeneration": "dots3_note_text",
     "Exaone4_5_ForConditionalGeneration": "exaone4",
     "GlmAsrForConditionalGeneration": "llama",
     "Glm4vMoeForConditionalGeneration": "glm4v_moe_text",
@@ -188,7 +191,7 @@ PREFIXES = {
 }
 """Prefixes of the text part's weights, and the corresponding prefixes in a text-only checkpoint."""
 LEFT_OUT = re.compile(
-    r"((model|thinker)\.)?(aligner|vision|vision_tower|vision_model|vision_encoder|vision_project(ion|or)|visual|visual_embeddings_table|connector|"
+    r"((model|thinker)\.)?(aligner|audio_adapter|audio_encoder|vision|vision_tower|vision_model|vision_encoder|vision_project(ion|or)|visual|visual_embeddings_table|connector|"
     r"multi_modal_projector|mm_projector|projector|mlp_AR|mlp1|patch_merge_mlp|merger|image_newline|image_tower|video_tower|audio_tower|embed_vision|"
     r"embed_audio|vision_embedder|vit_large_projector|view_sep[ea]rator|sam_model|qwen2_model|talker|code2wav|token2wav)\b"
 )
@@ -216,7 +219,9 @@ def text_config(values: Mapping[str, Any]) -> Mapping[str, Any]:
         return values
     inner = next((values[name] for name in ("text_config", "llm_config", "language_config") if name in values), None)
     if inner is None and "hidden_size" in values:
-        inner = {key: value for key, value in values.items() if not key.startswith(("vision_", "image_", "video_"))}
+        inner = {
+            key: value for key, value in values.items() if not key.startswith(("audio_", "vision_", "image_", "video_"))
+        }
     if not isinstance(inner, Mapping):
         raise wrong("text_config", inner, "an object")
     kind = inner.get("model_type") or TEXT_PARTS[whole]

@@ -519,6 +519,14 @@ ROWS: dict[str, tuple[str, dict[str, Any]]] = {
         | {"swiglu_limit": 0.5, "hc_magnitude": 1.5},
     ),
     "hy_v4/own": ("hy_v4", {**INDEXED, "num_hidden_layers": 2, "index_topk": 40, "attention_bias": True}),
+    "dots3_note_text/windows": (
+        "dots3_note_text",
+        {**{key: INDEXED[key] for key in INDEXED if "group" not in key}, "head_dim": 20, "num_hidden_layers": 4}
+        | {"layer_types": ["indexed_attention", "sliding_attention", "sliding_attention", "indexed_attention"]}
+        | {"sliding_window": 9, "n_shared_experts": 2, "shared_experts_intermediate_size": 20, "swa_v_head_dim": 14}
+        | {"swa_num_attention_heads": 2, "swa_num_key_value_heads": 2, "swa_q_lora_rank": 20, "swa_kv_lora_rank": 12}
+        | {"swa_qk_nope_head_dim": 6, "swa_head_dim": 10},
+    ),
     "glm_moe_dsa/own": ("glm_moe_dsa", {**INDEXED, "index_topk": 40}),
     "glm_moe_dsa/shared": (
         "glm_moe_dsa",

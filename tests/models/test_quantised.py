@@ -73,9 +73,17 @@ SIZES: dict[str, dict[str, Any]] = {
     "qwen3_next/experts": {"moe_intermediate_size": 32, "linear_key_head_dim": 32, "linear_value_head_dim": 32},
     "qwen3_5_moe/experts": {"moe_intermediate_size": 32},
     "axk2/gated_norms": {**LATENT, "moe_intermediate_size": 32, "index_head_dim": 32},
+    "dots3_note_text/windows": {**LATENT, "moe_intermediate_size": 32, "shared_experts_intermediate_size": 32}
+    | {"index_head_dim": 32, "swa_q_lora_rank": 32, "swa_kv_lora_rank": 32, "swa_v_head_dim": 16},
     "glm_moe_dsa/shared": {**LATENT, "moe_intermediate_size": 32, "index_head_dim": 32},
 }
-RECURRENT = ("qwen3_next/experts", "qwen3_5_moe/experts", "axk2/gated_norms", "glm_moe_dsa/shared")
+RECURRENT = (
+    "qwen3_next/experts",
+    "qwen3_5_moe/experts",
+    "axk2/gated_norms",
+    "dots3_note_text/windows",
+    "glm_moe_dsa/shared",
+)
 """Published in blocks of FP8, whose rows are blocks of the heads, or not, as those of the second here."""
 ALL_FAMILIES = {"gptq", "awq", "fp8, blocks", "int4", "modelopt nvfp4"}
 """Formats that every family is tried in; Llama is tried in each."""

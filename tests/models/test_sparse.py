@@ -21,7 +21,11 @@ PARAMS = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, prompt_lo
 
 @needs_float_kernels
 @pytest.mark.parametrize(
-    "row", ["hy_v4/shared", *map(nightly, ("axk2/gated_norms", "deepseek_v32/groups", "glm_moe_dsa/shared"))]
+    "row",
+    [
+        "hy_v4/shared",
+        *map(nightly, ("axk2/gated_norms", "deepseek_v32/groups", "dots3_note_text/windows", "glm_moe_dsa/shared")),
+    ],
 )
 def test_a_text_has_the_same_bits_alone_in_a_batch_and_in_any_chunks(row: str, tmp_path: Path) -> None:
     make_checkpoint(tmp_path, row)

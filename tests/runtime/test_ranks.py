@@ -258,6 +258,9 @@ def sizes(row: str, size: int) -> dict[str, Any]:
     heads = {"hidden_size": 48, "num_attention_heads": 12, "intermediate_size": 48}
     if row.startswith("deepseek_v4"):
         return {"hidden_size": 48, "num_attention_heads": 12, "moe_intermediate_size": 48, "o_groups": 4}
+    if row.startswith("dots3"):
+        windowed = {"swa_num_attention_heads": 24, "swa_num_key_value_heads": 24}
+        return {**heads, "num_key_value_heads": 12, "moe_intermediate_size": 48, **windowed}
     if row.startswith(("axk2", "deepseek", "glm5_next", "glm_moe_dsa", "hy_v4")):
         return {**heads, "num_key_value_heads": 12}
     kv_heads = 1 if "one_kv_head" in row else 12 if row.startswith("zamba2") else {2: 2, 3: 3, 4: 2}[size]
