@@ -146,7 +146,7 @@ class Dots3NoteForCausalLM(DeepseekV32ForCausalLM):
         weights.tensors.leave_out("model.mtp.")
 
 
-def _feed_forward_types(keys: ConfigKeys) -> list[str] | None:
+def _feed_forward_types(keys: ConfigKeys) -> Any:
     """What ``mlp_layer_types`` says, or a list that has 1 for each layer with experts."""
     listed, count = keys.get("moe_layer_freq"), keys.size("num_hidden_layers")
     if keys.get("mlp_layer_types") is not None or not isinstance(listed, list | tuple):

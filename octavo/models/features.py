@@ -79,6 +79,14 @@ OWN_KEYS: dict[str, dict[str, Any]] = {
         "layer_types": ["compressed_sparse_attention", "heavily_compressed_attention"],
         "compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 8},
     },
+    "Dots3NoteForCausalLM": {
+        **dict.fromkeys(
+            ("swa_num_attention_heads", "swa_num_key_value_heads", "num_hidden_layers", "index_n_heads"), 2
+        ),
+        **dict.fromkeys(("swa_q_lora_rank", "swa_kv_lora_rank", "swa_head_dim", "index_head_dim", "index_topk"), 16),
+        **dict.fromkeys(("swa_qk_nope_head_dim", "swa_v_head_dim"), 8),
+        "layer_types": ["indexed_attention", SLIDING],
+    },
     "Glm5NextForCausalLM": {
         "qk_rope_head_dim": 0,
         "num_hidden_layers": 2,

@@ -87,6 +87,7 @@ LATENT = {
     "v_head_dim": 128,
     "attention_bias": False,
 }
+DOTS3_TYPES = ["sliding_attention"] * 3 + ["full_attention"]
 PUBLISHED: dict[str, dict[str, Any]] = {
     **{f"gpt2-{width}": gpt2(width, *rest) for width, *rest in GPT2_SIZES},
     "mistral-7b": shape(
@@ -289,6 +290,19 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         qk_rope_head_dim=64, rope_interleave=True, rope_parameters={"rope_theta": 1000000, "rope_type": "default"},
         routed_scaling_factor=2.5, scoring_func="sigmoid", topk_group=1, topk_method="noaux_tc", v_head_dim=256,
     ),
+    "dots3-note": shape(
+        "Dots3NoteForCausalLM", 152064, 5120, 13824, 46, 128, 128, 524288,
+        apply_mla_qkv_lora_rescale=True, attention_bias=False, attention_gate_type="headwise",
+        first_k_dense_replace=1, head_dim=256, index_head_dim=128, index_n_heads=64, index_topk=2048,
+        k_rope_only_layernorm=True, kv_lora_rank=512, layer_types=["full_attention"] * 2 + DOTS3_TYPES * 11,
+        moe_intermediate_size=1536, moe_layer_freq=[1] * 46, moe_shared_expert_intermediate_size=1536, n_group=1,
+        n_routed_experts=256, n_shared_experts=1, norm_topk_prob=True, num_experts_per_tok=8, q_lora_rank=1024,
+        qk_nope_head_dim=128, qk_rope_head_dim=64, rope_theta=80000000, routed_scaling_factor=1.0,
+        scoring_func="sigmoid", sliding_window_size=512, swa_attention_gate_type="headwise", swa_head_dim=256,
+        swa_kv_lora_rank=1024, swa_num_attention_heads=64, swa_num_key_value_heads=64, swa_q_lora_rank=1024,
+        swa_qk_nope_head_dim=192, swa_qk_rope_head_dim=64, swa_rope_theta=50000, swa_v_head_dim=128, topk_group=1,
+        topk_method="noaux_tc", use_dsa=True, v_head_dim=128,
+    ),
 }  # fmt: skip
 PUBLISHED["deepseek-v3.2"] = {
     **{key: value for key, value in PUBLISHED["deepseek-v3-widened"].items() if key != "auto_map"},
@@ -304,6 +318,26 @@ PUBLISHED["deepseek-v3.2"] = {
 def test_it_is_understood_without_a_warning(name: str, caplog: pytest.LogCaptureFixture) -> None:
     assert read_config(PUBLISHED[name]).architecture == text_config(PUBLISHED[name])["architectures"][0]
     assert not caplog.records
+
+
+def test_layers_of_dots_3_differ_in_what_they_cache() -> None:
+    config = read("dots3-note", DecoderConfig)
+    assert [(spec.head_dim, spec.window, spec.index_dim) for spec in config.cache[:6]] == [
+        *[(576, 0, 128)] * 2,
+        *[(1088, 512, 0)] * 3,
+        (576, 0, 128),
+    ]
+    assert [part.attention.num_heads for part in config.layers[1:3]] == [128, 64]
+    scales = [part.attention.scale for part in config.layers[1:3]]
+    assert scales == pytest.approx([(5 / 192) ** 0.5, (5 / 256) ** 0.5])
+    for key, value, wanted in (
+        ("layer_types", ["linear_attention"] * 46, "layer_types"),
+        ("moe_layer_freq", [1, 2], "moe_layer_freq"),
+        ("per_layer_config", {"0": {"kv_lora_rank": 8}}, "per_layer_config"),
+        ("use_dsa", False, "use_dsa"),
+    ):
+        with pytest.raises(CheckpointError, match=wanted):
+            read_config({**PUBLISHED["dots3-note"], key: value})
 
 
 def read(name: str, kind: type[Any], max_len: int | None = None) -> Any:

@@ -152,6 +152,18 @@ def test_text_of_every_wrapper(name: str, kind: str, tmp_path: Path) -> None:
     check(tmp_path, model)
 
 
+def test_the_text_of_dots_3_with_its_keys_among_the_others(tmp_path: Path) -> None:
+    model = make_checkpoint(tmp_path, "dots3_note_text/windows")
+    tensors = load_file(tmp_path / "model.safetensors")
+    parts = ("audio_encoder.x", "audio_adapter.x", "vision_encoder.x", "model.mtp.embed_tokens.weight")
+    tensors |= dict.fromkeys(parts, torch.zeros(1))
+    save_file({name: tensor.clone() for name, tensor in tensors.items()}, tmp_path / "model.safetensors")
+    values = json.loads((tmp_path / "config.json").read_text())
+    values |= {"architectures": ["Dots3NoteForConditionalGeneration"], "model_type": "dots3_note"}
+    (tmp_path / "config.json").write_text(json.dumps({**values, "audio_config": {}, "vision_config": {}}))
+    check(tmp_path, model)
+
+
 @pytest.mark.parametrize("kind", ["qwen2_vl", "qwen2_5_vl"])
 def test_keys_of_the_text_part_among_the_others(kind: str) -> None:
     """Older configurations have no ``text_config``."""

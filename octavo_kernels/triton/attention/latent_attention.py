@@ -89,13 +89,13 @@ def latent_attention_triton(
     has_single = (is_decode or len(rows.seq_lens_S) > 1) and not is_invariant()
     has_single |= chosen is not None
     given, parts = (q_TNH, 2 * R, cache, rows, heads.scale, out_TNL), None
-    more = {"sinks_N": heads.sinks_N, "window": heads.window}
     if has_single:
-        parts = attend_single_rows(*given, 1 if is_invariant() else None, **more)
+        splits = 1 if is_invariant() else None
+        parts = attend_single_rows(*given, splits, sinks_N=heads.sinks_N, window=heads.window)
     room = room_for(q_TNH, heads, cache, rows)
     if not (is_decode and has_single):
         room_tiles = 0 if room is None else room.num_tiles
-        attend_rows(*given, has_single, room_tiles, **more)
+        attend_rows(*given, has_single, room_tiles, sinks_N=heads.sinks_N, window=heads.window)
     out_TNV: Tensor
     if is_decode and parts is not None:
         out_TNV = q_TNH.new_empty(T, N, heads.value_map_NVL.shape[1])

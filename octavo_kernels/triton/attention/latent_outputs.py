@@ -60,8 +60,8 @@ def latent_outputs(parts: Parts, value_map_NVL: Tensor, rows: PagedRows, out_TNV
         latent_outputs_kernel, (triton.cdiv(S, seqs), tiles, N),
         parts.sums_SPRGL, parts.logs_SPRG, value_map_NVL, out_TNV,
         None if rows.max_query_len == 1 else rows.cu_seqlens_q, rows.seq_lens_S, S, splits,
-        N=N, V=V, L=L, GROUP=group, KEYS=parts.keys, WINDOW=parts.window, SEQS=seqs, RUNS=runs, ROWS=LEAST_ROWS, BLOCK_O=block_o,
-        BLOCK_L=min(at_once, triton.next_power_of_2(L)), STAGES=STAGES, num_warps=WARPS,
+        N=N, V=V, L=L, GROUP=group, KEYS=parts.keys, WINDOW=parts.window, SEQS=seqs, RUNS=runs, ROWS=LEAST_ROWS,
+        BLOCK_O=block_o, BLOCK_L=min(at_once, triton.next_power_of_2(L)), STAGES=STAGES, num_warps=WARPS,
     )
     # fmt: on
 

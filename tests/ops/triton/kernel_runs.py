@@ -225,9 +225,10 @@ def _attentions(make: Maker, dtype: torch.dtype) -> Iterator[tuple[str, Call]]:
             latents = make.cache(12, 1, 2 * 8 + 64, cache_dtype)
             shapes = (N_latent, 64, 24), (N_latent, 40, 64), (64,)
             key_map, value_map, norm = (make.floats(*shape, dtype=dtype) for shape in shapes)
+            more = (make.floats(4), 20) if N_latent == 4 else ()
             latent = functools.partial(
                 ops.latent_attention, make.floats(T, N_latent * 40, dtype=dtype), make.floats(T, 80, dtype=dtype),
-                LatentHeads(key_map, value_map, norm, 1e-6, 0.1, make.floats(N_latent) if N_latent == 4 else None),
+                LatentHeads(key_map, value_map, norm, 1e-6, 0.1, *more),
                 make.floats(T, 8), make.floats(T, 8), LayerCache(latents, latents), rows,
             )  # fmt: skip
             yield f"latent_attention {max(lens[0])} {N_latent} {cache_dtype}", latent
