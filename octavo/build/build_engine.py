@@ -141,7 +141,7 @@ def build_engine(
         limits, budget = _settle(config, model_config, form, kv_dtype, loaded.bytes_by_format, ranks, drafting, vision)
         storage = make_storage(model_config, loaded, limits, config, form, collective, drafting.cache)
         drafter, vocab_size = drafting.start(storage), model_config.vocab_size
-        most = step_limits(limits, method, drafter, vision, model_config.rope_sets is not None)
+        most = step_limits(limits, model_config, method, drafter, vision)
         pool, images = connected(vision, loaded.model)
         updates = _updates(config, model_config, checkpoint, form, loaded, collective, vision, drafting)
         pooler, verify = _pooler(config, pooling, loaded, form), _rule(method)
@@ -248,8 +248,8 @@ def build_rank(
         storage = make_storage(model_config, loaded, limits, config, form, collective, drafting.cache)
         drafter, vocab_size = drafting.start(storage), model_config.vocab_size
         updates = _updates(config, model_config, checkpoint, form, loaded, collective, vision, drafting)
-        pool, has_sets = connected(vision, loaded.model)[0], model_config.rope_sets is not None
-        most = step_limits(limits, method, drafter, vision, has_sets)
+        pool = connected(vision, loaded.model)[0]
+        most = step_limits(limits, model_config, method, drafter, vision)
         pooler, verify = _pooler(config, pooling, loaded, form), _rule(method)
         experts = _experts(config.model, loaded)
         parts = ExecutorParts(pooler, adapters, collective, drafter, verify, pool, updates, experts, link)

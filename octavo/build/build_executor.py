@@ -79,10 +79,10 @@ def make_storage(
 
 def step_limits(
     limits: memory.Limits,
+    model: ModelConfig,
     method: Method | None = None,
     drafter: Drafter | None = None,
     vision: Vision | None = None,
-    has_rope_sets: bool = False,
 ) -> StepLimits:
     """Upper bounds of a step: sequences, tokens, and blocks and drafts per sequence."""
     most = StepLimits(
@@ -91,7 +91,8 @@ def step_limits(
         max_blocks=-(-limits.max_model_len // limits.block_size),
         max_drafts=0 if method is None else method.num_speculative_tokens,
         num_drafts=0 if drafter is None else drafter.num_drafts,
-        has_rope_sets=has_rope_sets,
+        has_rope_sets=model.rope_sets is not None,
+        dense_context=model.dense_context if model.dense_context < limits.max_model_len else 0,
     )
     return most if vision is None else vision.limited(most)
 

@@ -68,6 +68,7 @@ def make_runner(
         has_drafter=has_drafter,
         images=images,
         has_rope_sets=most.has_rope_sets,
+        dense_context=most.dense_context if executor.runs_ahead else 0,
         route_bytes=0 if storage.routes_NC is None else 2 * storage.routes_NC.shape[1],
     )
     runner = StepRunner(executor, encoder, settings.pipeline_parallel_size > 1)
@@ -81,6 +82,7 @@ def make_runner(
         most.max_drafts,
         has_drafter,
         longest_context=0 if settings.batch_invariant else encoder.max_len,
+        dense_context=encoder.dense_context,
     )
     graphs = GraphDispatcher(limits, has_graphs)
     encoder.choose_shape = graphs.choose

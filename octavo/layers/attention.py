@@ -126,6 +126,7 @@ def rank_rows(rows: PagedRows, collective: Collective, num_blocks: Sequence[int]
         rows.max_query_len,
         single=single,
         has_long_context=rows.has_long_context,
+        most_context=rows.most_context,
         rope_shifts_AT=None if rows.rope_shifts_AT is None else rows.rope_shifts_AT[:, own_n],
         images=images,
     )

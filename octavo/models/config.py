@@ -106,6 +106,12 @@ class ModelConfig:
         """Rows of the query projection; overridden by families that store more than queries in it."""
         return self.num_heads * self.head_dim
 
+    @property
+    def dense_context(self) -> int:
+        """Positions of the longest context to all of which layers attend whose rows else attend to chosen ones; 0: the
+        model has no such layers."""
+        return 0
+
     def expanded_bytes(self, longest: int, itemsize: int, num_ranks: int) -> int:
         """Bytes of the keys and values that a GPU expands from what it caches, for contexts of up to ``longest``."""
         return 0

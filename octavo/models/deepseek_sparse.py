@@ -62,11 +62,14 @@ class SparseConfig(DeepseekConfig):
     def has_stages(self) -> bool:
         return all(self.index.has_own)
 
+    @property
+    def dense_context(self) -> int:
+        return self.index.count
+
     def expanded_bytes(self, longest: int, itemsize: int, num_ranks: int) -> int:
         """Of scores besides; keys are not expanded for contexts of which a part is attended to."""
-        if longest <= self.index.count:
-            return super().expanded_bytes(longest, itemsize, num_ranks)
-        return 4 * max(MOST_SCORES, longest)
+        dense = super().expanded_bytes(min(longest, self.index.count), itemsize, num_ranks)
+        return dense + 4 * max(MOST_SCORES, longest) if longest > self.index.count else dense
 
     def with_mtp(self) -> SparseConfig:
         """See ``DecoderConfig``; the layer has an indexer."""

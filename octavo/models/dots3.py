@@ -114,9 +114,9 @@ class Dots3NoteForCausalLM(DeepseekV32ForCausalLM):
         own.must_be(SAME)
         types = _layer_types(own)
         main, local = _ropes(own, types)
-        own = own.over(
-            {key: value for key, value in own.values.items() if key not in ("layer_types", "moe_layer_freq")}
-        )
+        own = own.over({**own.values, "layer_types": None})
+        if isinstance(own.get("moe_layer_freq"), list | tuple):
+            own = own.over({**own.values, "moe_layer_freq": None})
         full = read_latent(own, max_len, main)
         config, windowed = full, read_latent(own.over({**own.values, **_local_sizes(own, types)}), max_len, local)
         slides = [kind == SLIDING for kind in types]
@@ -194,7 +194,7 @@ def _local_sizes(keys: ConfigKeys, types: Sequence[str]) -> dict[str, Any]:
     for part, kind in zip(by_layer, types, strict=True):
         if part != (found if kind == SLIDING else {}) or not allowed.issuperset(part):
             raise wrong("per_layer_config", part, f"the same {', '.join(sorted(allowed))} in layers of {SLIDING} alone")
-    return dict(found)
+    return {key: value for key, value in found.items() if value is not None}
 
 
 def _with_shared(part: Any, size: int) -> Any:

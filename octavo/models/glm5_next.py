@@ -68,6 +68,11 @@ class PooledIndex:
     has_own: tuple[bool, ...]
     """Whether each layer of latent attention has one, or takes what the one before it chose."""
 
+    @property
+    def dense_context(self) -> int:
+        """Positions of the longest context of which all blocks are chosen."""
+        return (self.most + 1) * self.block - 1
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Glm5NextConfig(KimiLinearConfig):
@@ -82,6 +87,10 @@ class Glm5NextConfig(KimiLinearConfig):
     @property
     def has_stages(self) -> bool:
         return False  # between layers are all streams
+
+    @property
+    def dense_context(self) -> int:
+        return self.index.dense_context
 
 
 class PooledIndexer:
@@ -115,7 +124,7 @@ class PooledIndexer:
         pooled_TW = (shares_TBW * keys_TBW).sum(dim=1)
         pooled_T1E = torch.cat((pooled_TW, torch.zeros_like(pooled_TW)), dim=1).unsqueeze(1)
         ops.store_kv(pooled_T1E, pooled_T1E, index, index, slots_T.where(is_last_T, -1))
-        if sees_all(cache, rows, (part.most + 1) * part.block - 1):
+        if sees_all(cache, rows, part.dense_context):
             return None
         q_TNW = queries_TN.view(T, -1, part.width)
         weights_TN = self.weights_proj(h_TD.to(self.dtype)).float()

@@ -60,12 +60,17 @@ class MiniMaxM3Config(DecoderConfig):
     index_width: int
     """Width of an indexer's keys."""
 
+    @property
+    def dense_context(self) -> int:
+        return self.rule.size * self.rule.most
+
 
 class MiniMaxM3Layer(DecoderLayer):
     def load_mixer(self, config: DecoderConfig, weights: WeightLoader, prefix: str, index: int) -> None:
         assert isinstance(config, MiniMaxM3Config)
         cache = config.layers[index].cache
         self.rule, self.index_width = config.rule, 0 if cache is None else cache.index_dim
+        self.dense_context = config.dense_context
         super().load_mixer(config, weights, prefix, index)
         if self.index_width:
             names = (f"{self.index_name(weights, prefix)}{part}_norm.weight" for part in "qk")
@@ -111,7 +116,7 @@ class MiniMaxM3Layer(DecoderLayer):
         )
         q_TKI, k_T1I = ops.apply_rope(q_TKI, k_T1I, cos_TR, sin_TR)
         ops.store_kv(k_T1I, k_T1I, index, index, rows.of(cache).slot_mapping_T)
-        if sees_all(cache, rows, self.rule.size * self.rule.most):
+        if sees_all(cache, rows, self.dense_context):
             return super().attend(qkv_TW, step, cache, rows)
         ids_TKB = ops.choose_head_blocks(q_TKI, cache, rows, self.rule)
         return attend_to_head_blocks(qkv_TW, heads, (cos_TR, sin_TR), cache, rows, ids_TKB, self.rule.size)

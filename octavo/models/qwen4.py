@@ -60,6 +60,11 @@ class IndexPart(NamedTuple):
     most: int
     """Blocks that a row attends to, at most."""
 
+    @property
+    def dense_context(self) -> int:
+        """Positions of the longest context of which all blocks are chosen."""
+        return (self.most + 1) * self.block - 1
+
 
 class HashPart(NamedTuple):
     """Embeddings of the hashes of the last tokens."""
@@ -95,6 +100,10 @@ class Qwen4Config(Qwen3NextConfig):
     @property
     def has_stages(self) -> bool:
         return False  # between layers are all streams
+
+    @property
+    def dense_context(self) -> int:
+        return 0 if self.index is None else self.index.dense_context
 
 
 class StreamNorm:
@@ -299,7 +308,7 @@ class BlockIndexer:
         q_TNI, _ = ops.apply_rope(q_TNI, q_TNI[:, :1], *own)
         pooled_T1I, _ = ops.apply_rope(pooled_T1I, pooled_T1I, *of_starts)
         ops.store_kv(pooled_T1I, pooled_T1I, index, index, slots_T.where(is_last_T, -1))
-        if sees_all(cache, rows, (most + 1) * block - 1):
+        if sees_all(cache, rows, self.part.dense_context):
             return None
         return ops.choose_blocks(q_TNI, cache, rows, block, most)
 

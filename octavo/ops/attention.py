@@ -156,6 +156,8 @@ class PagedRows:
     """Given where sequences have few rows each: decodes with drafts."""
     has_long_context: bool = False
     """Whether kernels should expect a long context, where that makes a difference."""
+    most_context: int = 0
+    """No context is longer; 0: the block tables alone tell."""
     rope_shifts_AT: Tensor | None = None
     """int64: rotary positions less positions, for each axis; ``None``: they are the same. Where rotary frequencies
     depend on a text's length, [1, T]: the set of each row's (``RopeSets``)."""

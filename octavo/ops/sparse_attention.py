@@ -52,11 +52,15 @@ class ChosenKeys(NamedTuple):
         return cache._replace(keys=keys, values=values, group=0), alone
 
 
+def longest_context(cache: LayerCache, rows: PagedRows) -> int:
+    """What no context is longer than, as far as the host knows without waiting for a device."""
+    most = rows.of(cache).block_tables_SB.shape[1] * cache.keys.shape[2]
+    return min(most, rows.most_context or most)
+
+
 def sees_all(cache: LayerCache, rows: PagedRows, count: int) -> bool:
-    """Whether every row of the step attends to all positions up to its own. On a GPU, which the host does not wait for,
-    only the width of the block tables tells."""
-    tables_SB = rows.of(cache).block_tables_SB
-    if tables_SB.shape[1] * cache.keys.shape[2] <= count or not tables_SB.numel():
+    """Whether every row of the step attends to all positions up to its own: on a GPU, as far as the host knows."""
+    if longest_context(cache, rows) <= count or not len(rows.seq_lens_S):
         return True
     return rows.seq_lens_S.device.type == "cpu" and int(rows.seq_lens_S.max()) <= count
 

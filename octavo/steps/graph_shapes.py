@@ -42,6 +42,8 @@ class StepShape(NamedTuple):
     """Whether rows may be embeddings of images: of a model that takes any, those of all graphs with prefill."""
     num_axes: int = 0
     """Axes of the model's rotary positions where they may differ from the positions of tokens; 0: they never do."""
+    most_context: int = 0
+    """Positions of the longest context, if models that attend to chosen positions then attend to all; 0: any."""
 
     @property
     def num_samples(self) -> int:
@@ -60,6 +62,7 @@ class StepShape(NamedTuple):
         are_alike = are_alike and (self.num_drafts > 0) == (other.num_drafts > 0)
         are_alike = are_alike and self.is_verification == other.is_verification
         are_alike = are_alike and self.has_long_context <= other.has_long_context
+        are_alike = are_alike and self.most_context in (0, other.most_context)
         is_as_large = self.num_rows >= other.num_rows and self.num_seqs >= other.num_seqs
         return are_alike and is_as_large and self.num_drafts >= other.num_drafts
 
@@ -75,6 +78,8 @@ class PlanSizes(NamedTuple):
     """Whether the step consists of its arrays alone, so that it may run through a graph."""
     longest_context: int = 0
     """Positions of the longest of up to ``LONG_SEQS`` sequences; 0 if there are more."""
+    most_context: int = 0
+    """That of the step's shape."""
 
 
 ChooseShape = Callable[[PlanSizes, StepKind], tuple[StepShape, bool]]
@@ -140,6 +145,13 @@ class GraphLimits(NamedTuple):
     has_drafter: bool = False
     longest_context: int = 0
     """Positions of a sequence, or 0 if kernels are the same for all lengths."""
+    dense_context: int = 0
+    """``StepShape.most_context`` of steps whose contexts are so short; 0: of a model to which that makes no difference,
+    or whose contexts all are."""
+
+    def with_dense(self, shapes: set[StepShape]) -> set[StepShape]:
+        """These, and the same for short contexts."""
+        return shapes | {shape._replace(most_context=self.dense_context) for shape in shapes}
 
 
 def kinds(with_adapters: bool, has_drafter: bool = False) -> list[StepKind]:
@@ -237,7 +249,7 @@ def graph_shapes(limits: GraphLimits) -> list[StepShape]:
             for seqs in (*_mixed_seqs(rows), max_num_seqs) if rows <= limits.max_num_rows else ():
                 few = min(seqs, rows - 1, max_num_seqs)
                 shapes.add(padded_shape(rows, few, rows, max_num_seqs, kind)[0])
-    return sorted(shapes, key=lambda shape: (not shape.has_extras, shape), reverse=True)
+    return sorted(limits.with_dense(shapes), key=lambda shape: (not shape.has_extras, shape), reverse=True)
 
 
 def first_shapes(limits: GraphLimits) -> list[StepShape]:
@@ -246,7 +258,7 @@ def first_shapes(limits: GraphLimits) -> list[StepShape]:
 
     Startup waits for them, so each one must be worth its kernels' compilation.
     """
-    max_num_seqs, max_num_rows, has_adapters, max_drafts, has_drafter, _ = limits
+    max_num_seqs, max_num_rows, has_adapters, max_drafts, has_drafter, *_ = limits
     shapes = {_decode_shape(size, max_num_seqs) for size in (1, max_num_seqs)}
     most_drafts = max_num_seqs * max_drafts
     for rows, drafts in itertools.product((512, min(max_num_rows, MIXED_ROWS[-1])), {0, most_drafts}):
@@ -260,7 +272,8 @@ def first_shapes(limits: GraphLimits) -> list[StepShape]:
     if max_drafts:
         shapes |= {verification_shape(size, size * max_drafts, max_num_seqs) for size in (1, max_num_seqs)}
     plain = {shape for shape in shapes if has_drafter and not shape.num_drafts}
-    return sorted({*plain, *(_with_drafter(shape, has_drafter) for shape in shapes)}, reverse=True)
+    found = {*plain, *(_with_drafter(shape, has_drafter) for shape in shapes)}
+    return sorted(limits.with_dense(found), reverse=True)
 
 
 def longest_shapes(limits: GraphLimits) -> list[StepShape]:
@@ -269,7 +282,7 @@ def longest_shapes(limits: GraphLimits) -> list[StepShape]:
     shapes = set() if has_graph else {shape, _with_drafter(shape, limits.has_drafter)}
     if limits.has_adapters:
         shapes |= {shape._replace(has_adapters=True) for shape in shapes}
-    return sorted(shapes, reverse=True)
+    return sorted(limits.with_dense(shapes), reverse=True)
 
 
 EARLY_MIXED_ROWS = (64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, MIXED_ROWS[-1])
@@ -300,7 +313,7 @@ NEXT_SEQS, NEXT_MIXED_ROWS = 16, 256
 
 def next_shapes(limits: GraphLimits) -> list[StepShape]:
     """Shapes to compile next, the smallest first: small batches are faster with their own kernels."""
-    max_num_seqs, max_num_rows, _, max_drafts, has_drafter, _ = limits
+    max_num_seqs, max_num_rows, _, max_drafts, has_drafter, *_ = limits
     few, seqs = min(NEXT_SEQS, max_num_seqs), min(FEW_SEQS[-1], max_num_seqs)
     shapes = {_decode_shape(few, max_num_seqs)}
     if max_num_rows >= NEXT_MIXED_ROWS:
@@ -325,7 +338,7 @@ def _decode_shape(num_seqs: int, max_num_seqs: int) -> StepShape:
 
 def first_extra_shapes(limits: GraphLimits) -> list[StepShape]:
     """``first_shapes`` for steps with extras."""
-    max_num_seqs, max_num_rows, has_adapters, max_drafts, has_drafter, _ = limits
+    max_num_seqs, max_num_rows, has_adapters, max_drafts, has_drafter, *_ = limits
     kind = StepKind(True, has_adapters, has_drafter, all_drafts(has_drafter))
     largest = _largest(set(first_shapes(GraphLimits(max_num_seqs, max_num_rows))))
     shapes = {padded_shape(*shape[:3], max_num_seqs, kind)[0] for shape in largest}

@@ -84,6 +84,8 @@ class StepLimits(NamedTuple):
     """Slots of the pool of embeddings; 0: the model takes no images."""
     has_rope_sets: bool = False
     """Whether rotary frequencies depend on a text's length; positions have no axes then."""
+    dense_context: int = 0
+    """See ``GraphLimits``."""
 
     def largest(self) -> StepShape:
         """A padded shape that no step exceeds."""

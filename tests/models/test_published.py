@@ -333,6 +333,7 @@ def test_layers_of_dots_3_differ_in_what_they_cache() -> None:
     for key, value, wanted in (
         ("layer_types", ["linear_attention"] * 46, "layer_types"),
         ("moe_layer_freq", [1, 2], "moe_layer_freq"),
+        ("moe_layer_freq", 2, "moe_layer_freq"),
         ("per_layer_config", {"0": {"kv_lora_rank": 8}}, "per_layer_config"),
         ("use_dsa", False, "use_dsa"),
     ):

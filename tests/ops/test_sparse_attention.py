@@ -195,3 +195,7 @@ def test_short_contexts_need_no_choice() -> None:
     step = Step(((9, 12), (9, 1)))
     assert sees_all(step.cache, step.rows, 12)
     assert not sees_all(step.cache, step.rows, 11)
+    elsewhere = replace(step.rows, seq_lens_S=step.rows.seq_lens_S.to("meta"))  # which the host cannot read
+    assert not sees_all(step.cache, elsewhere, 12)
+    assert sees_all(step.cache, replace(elsewhere, most_context=12), 12)
+    assert not sees_all(step.cache, replace(elsewhere, most_context=12), 11)

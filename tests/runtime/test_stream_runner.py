@@ -698,6 +698,34 @@ def test_few_sequences_with_a_long_context_have_graphs_of_their_own(clock: Clock
     )
 
 
+def test_short_contexts_have_graphs_of_their_own_where_positions_are_chosen_of_longer_ones(clock: Clock) -> None:
+    graphs = warmed_up(clock, dense_context=100)
+    wide, dense = PlanSizes(256, 256, 1), PlanSizes(256, 256, 1, most_context=100)
+    assert graphs.choose(dense, PLAIN)[0] == graphs.choose(wide, PLAIN)[0]._replace(most_context=100)
+    few = StepShape(200, 200, 1)
+    assert few._replace(most_context=100) in graph_shapes(GraphLimits(200, 2048, dense_context=100))
+    assert not StepShape(256, 256, 1, most_context=100).holds(few)
+    assert StepShape(256, 256, 1).holds(few._replace(most_context=100)), "chosen of a short context are all positions"
+    every = graph_shapes(GraphLimits(256, 2048, dense_context=100))
+    assert {shape.most_context for shape in every} == {0, 100}
+    assert len(every) == 2 * len(graph_shapes(GraphLimits(256, 2048)))
+
+
+def test_the_encoder_tells_whether_all_contexts_are_short(loaded: Loaded) -> None:
+    engine = stream_engine(loaded)
+    encoder, told = cast(Any, engine.runner).encoder, list[int]()
+    choose, encoder.dense_context = encoder.choose_shape, 7
+
+    def note(sizes: PlanSizes, kind: StepKind) -> Any:
+        told.append(sizes.most_context)
+        return choose(sizes, kind)
+
+    encoder.choose_shape = note
+    requests = [Request(i, [3] * 5, SamplingParams(temperature=0), 6) for i in range(LONG_SEQS + 1)]
+    run(engine, requests)
+    assert told == [7, 7, 7, 0, 0, 0], "contexts of 5, 6, 7 and then more"
+
+
 def test_until_all_is_compiled_padding_counts_for_what_is(clock: Clock) -> None:
     """Steps of several sizes lack the same graph."""
     graphs: Any = warmed_up(clock)

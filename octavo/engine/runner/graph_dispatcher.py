@@ -46,7 +46,8 @@ NEARLY = 1.25
 FEW_ROWS = 16
 """Steps of 2 to so many rows take the same time: that of reading the weights, by the same kernels."""
 LONG_CONTEXT_LOST = 0.25
-"""The least part of a step's time that counts as lost if few programs share a long context. Rows do not tell that."""
+"""The least part of a step's time that counts as lost if few programs share a long context, or if the positions of a
+short one are chosen. Rows do not tell that."""
 UNWANTED_DRAFTS = 0.5
 """The least part of a step's time that counts as lost if its graph makes drafts and the step needs none. Rows do not
 tell that: a drafter runs once for each draft, which takes about a sixth of a short step with a head of one layer, and
@@ -97,6 +98,7 @@ class GraphDispatcher:
             self._has_extra_kernels.wait()
         longest = min(sizes.longest_context, self._limits.longest_context)
         shape, has_graph = padded_shape(*sizes[:3], self._limits.max_num_seqs, kind, sizes.num_drafts, longest)
+        shape = shape._replace(most_context=sizes.most_context)
         if not (sizes.is_plain and has_graph and self._uses_graphs):
             self._note_loss()
             return shape, False
@@ -172,7 +174,7 @@ class GraphDispatcher:
             part = max(0.0, 1 - own_seconds / padded_seconds)
         if known.num_proposed != shape.num_proposed:
             part = max(part, UNWANTED_DRAFTS)
-        return max(part, LONG_CONTEXT_LOST) if known.has_long_context != shape.has_long_context else part
+        return part if _is_for_same_contexts(known, shape) else max(part, LONG_CONTEXT_LOST)
 
     def _expected_seconds(self, shape: StepShape) -> float | None:
         """What a step of this shape takes, between the measured ones of its kind."""
@@ -301,12 +303,16 @@ def _size(shape: StepShape) -> int:
     return shape.num_rows + shape.num_samples
 
 
+def _is_for_same_contexts(known: StepShape, shape: StepShape) -> bool:
+    return known.has_long_context == shape.has_long_context and known.most_context == shape.most_context
+
+
 def _is_nearly(known: StepShape, shape: StepShape) -> bool:
     """Whether ``known``, which holds ``shape``, takes hardly longer: it makes as many drafts, is for contexts as long,
     and has hardly more rows of layers and head, or few for the same number of sequences."""
     size, least = _size(known), _size(shape)
     has_few = 1 < shape.num_rows <= known.num_rows <= FEW_ROWS and known.num_seqs == shape.num_seqs
-    is_alike = known.num_proposed == shape.num_proposed and known.has_long_context == shape.has_long_context
+    is_alike = known.num_proposed == shape.num_proposed and _is_for_same_contexts(known, shape)
     return is_alike and (has_few or size <= NEARLY * least)
 
 

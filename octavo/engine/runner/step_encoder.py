@@ -141,6 +141,7 @@ class StepEncoder:
         images: ImageSettings | None = None,
         has_rope_sets: bool = False,
         route_bytes: int = 0,
+        dense_context: int = 0,
     ) -> None:
         self.batch = batch
         self.block_size = block_size
@@ -153,6 +154,8 @@ class StepEncoder:
         self.has_rope_sets = has_rope_sets
         self.route_bytes = route_bytes
         """Of the experts that are given for a position."""
+        self.dense_context = dense_context
+        """See ``GraphLimits``."""
         self.takes_images = images is not None
         self.is_bidirectional = images is not None and images.is_bidirectional
 
@@ -187,9 +190,10 @@ class StepEncoder:
         marks = {} if plan[0].seq.state is None else _marked_rows(plan, counts)
         is_plain = not (needs & (Needs.MASKS | Needs.ROWS) or marks)
         longest = 0
-        if len(plan) <= LONG_SEQS:
+        if len(plan) <= LONG_SEQS or self.dense_context:
             longest = max([item.settled_start + count for item, count in zip(plan, counts, strict=True)], default=0)
-        sizes = PlanSizes(sum(counts), len(plan), max(counts, default=1), total, is_plain, longest)
+        dense = self.dense_context if longest <= self.dense_context else 0
+        sizes = PlanSizes(sum(counts), len(plan), max(counts, default=1), total, is_plain, longest, dense)
         shape, uses_graph = self.choose_shape(sizes, kind)
         embedding_slots = _embedding_slots(plan, counts)
         spans = span_rows(plan, counts) if self.is_bidirectional else []

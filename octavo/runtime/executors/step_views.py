@@ -155,6 +155,7 @@ def _step_tensors(
             shape.max_query_len,
             single=SingleRows(at["row_seqs"], at["positions"]) if "row_seqs" in at else None,
             has_long_context=shape.has_long_context,
+            most_context=shape.most_context,
             rope_shifts_AT=at["rope_shifts"].view(shape.num_axes, -1) if shape.num_axes else None,
             state_slots_S=at["state_slots"],
         ),

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from octavo.ops.attention import LayerCache, PagedRows
 from octavo.ops.latent_attention import EXPANDED_WIDTHS, LatentHeads, expanded_positions
+from octavo.ops.sparse_attention import longest_context
 from octavo_kernels.triton.launch import after_predecessor, has_gluon, is_invariant, launch, num_multiprocessors
 
 LEAST_ROWS = tl.constexpr(128)
@@ -62,8 +63,7 @@ def room_for(q_TNH: Tensor, heads: LatentHeads, cache: LayerCache, rows: PagedRo
         return None
     if rows.max_query_len < LEAST_ROWS.value or is_invariant() or not has_gluon(q_TNH.device):
         return None
-    longest = rows.of(cache).block_tables_SB.shape[1] * cache.keys.shape[2]
-    positions = expanded_positions(N, longest, q_TNH.element_size())
+    positions = expanded_positions(N, longest_context(cache, rows), q_TNH.element_size())
     return _room(q_TNH.device, q_TNH.dtype, N, triton.cdiv(positions, TILE.value) * TILE.value)
 
 
