@@ -11,6 +11,7 @@ import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,9 @@ TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
 """Largest difference of the trial, relative to the largest element."""
 BATCH_DEPENDENT_ROPE = ("dynamic", "longrope")
 """Kinds of rotary embeddings that depend on the longest sequence of a batch."""
+OF_PROMPTS = "reference_sliding_attention"
+"""A kind of layers in which an answer's tokens see the whole prompt but only a window of the answer (arXiv 2606.23050).
+So the same text has other outputs with a shorter prompt, and steps do not say where the prompt of a sequence ends."""
 
 INSTALL = "`pip install transformers accelerate gguf` installs what it needs"
 
@@ -78,6 +82,10 @@ def load_transformers(path: Path, form: WeightFormat, max_len: int | None) -> Tr
         raise CheckpointError(f"{path}: transformers cannot load it: {reason}") from None
     model, told = result
     _check_tensors(path, told)
+    if OF_PROMPTS in (getattr(model.config.get_text_config(), "layer_types", None) or ()):
+        raise _not_served(
+            model, f"layer_types has {OF_PROMPTS!r}: what a token sees depends on where the prompt ended"
+        )
     model = model.to(form.device).eval().requires_grad_(False)
     with torch.inference_mode():
         _first_pass(model)
@@ -285,14 +293,17 @@ def _own_cache(model: Any) -> OwnCacheTransformer:
         raise _not_served(model, error) from None
     text = _trial_texts(model.config.get_text_config(), model.device)[0]
     (expected, logits), tokens = _alone(model, text), text.tolist()
+    cut = max(len(tokens) // 2, len(tokens) - TRIAL_LENGTHS[1])  # behind a window, if there is one
+    ends = sorted({min(TRIAL_LENGTHS[1], cut), cut, len(tokens)})  # a window that began within a call is left, too
     reason: object = "its cache fails a trial"
     for takes_chunks, keeps_cache in ((True, True), (False, True), (True, False)):
         own.takes_chunks, own.keeps_cache = takes_chunks, keeps_cache
         try:
-            cut = max(len(tokens) // 2, len(tokens) - TRIAL_LENGTHS[1])  # behind a window, if there is one
-            first, cache = own.decode(tokens[:cut], None, model.device)
-            second, _ = own.decode(tokens[cut:] if keeps_cache else tokens, cache, model.device)
-            found = torch.cat((first, second[cut - len(tokens) :]))
+            parts, cache = [], None
+            for start, end in pairwise([0, *ends]):
+                output, cache = own.decode(tokens[start if keeps_cache else 0 : end], cache, model.device)
+                parts.append(output[start - end :])
+            found = torch.cat(parts)
             difference = max(_difference([expected], [found]), _difference([logits], [own.logits(found)]))
         except CANCELLATIONS:
             raise

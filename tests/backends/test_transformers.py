@@ -16,7 +16,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, MoshiForCausalLM, PhimoeForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    MoshiForCausalLM,
+    PhimoeForCausalLM,
+    UnlimitedOcrForConditionalGeneration,
+)
 
 from octavo.build.build_engine import build_engine
 from octavo.cli import main
@@ -27,6 +33,7 @@ from octavo.quant.stored.stored_weight import WeightFormat
 from octavo.sampling_params import SamplingParams
 from octavo.types import Request
 from octavo_bench.architectures import tiny_config, tiny_model
+from octavo_fleet.transformers import model as loading
 from octavo_fleet.transformers.model import load_transformers, pretrained
 from octavo_fleet.transformers.own_cache import OwnCacheTransformer
 from octavo_fleet.transformers.paged import PagedTransformer
@@ -146,6 +153,20 @@ def test_a_cache_with_another_window_than_the_model_is_not_used(tmp_path: Path) 
     config = tiny_config("moshi")
     tiny_model(config, MoshiForCausalLM).save_pretrained(tmp_path)
     loaded = load_transformers(tmp_path, WeightFormat(torch.float32, torch.device("cpu")), None).loaded
+    assert loaded is not None
+    assert isinstance(loaded.model, OwnCacheTransformer)
+    assert not loaded.model.keeps_cache
+
+
+def test_attention_that_depends_on_where_a_prompt_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unlimited-OCR's is refused by name; a trial shows that its cache answers otherwise after several calls."""
+    model = tiny_model(tiny_config("unlimited_ocr"), UnlimitedOcrForConditionalGeneration)
+    model.save_pretrained(tmp_path)
+    form = WeightFormat(torch.float32, torch.device("cpu"))
+    with pytest.raises(CheckpointError, match=r"UnlimitedOcr.* layer_types has 'reference_sliding_attention'"):
+        load_transformers(tmp_path, form, None)
+    monkeypatch.setattr(loading, "OF_PROMPTS", "")
+    loaded = load_transformers(tmp_path, form, None).loaded
     assert loaded is not None
     assert isinstance(loaded.model, OwnCacheTransformer)
     assert not loaded.model.keeps_cache
