@@ -78,14 +78,12 @@ def load_transformers(path: Path, form: WeightFormat, max_len: int | None) -> Tr
     except CANCELLATIONS:
         raise
     except BaseException as error:  # any error of the library's code
-        reason = next(iter(str(error).splitlines()), type(error).__name__)
+        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
         raise CheckpointError(f"{path}: transformers cannot load it: {reason}") from None
     model, told = result
     _check_tensors(path, told)
     if OF_PROMPTS in (getattr(model.config.get_text_config(), "layer_types", None) or ()):
-        raise _not_served(
-            model, f"layer_types has {OF_PROMPTS!r}: what a token sees depends on where the prompt ended"
-        )
+        raise _not_served(model, f"layer_types has {OF_PROMPTS!r}: what a token sees depends on where the prompt ended")
     model = model.to(form.device).eval().requires_grad_(False)
     with torch.inference_mode():
         _first_pass(model)
