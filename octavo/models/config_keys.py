@@ -108,6 +108,10 @@ def wrong(key: str, found: object, allowed: str) -> CheckpointError:
     return CheckpointError(f"config: {key} is {found!r}; it must be {allowed}")
 
 
+ONE_ACTIVATION = {"hidden_act": ("silu", "swish")}
+"""For ``must_be``: recurrent layers, too, have the activation of feed-forward layers; here it is always this one."""
+
+
 class ConfigKeys:
     """The keys of one configuration object. Every method raises ``CheckpointError`` naming the key.
 

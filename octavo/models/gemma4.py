@@ -210,6 +210,7 @@ class Gemma4ForCausalLM(GemmaForCausalLM):
     def read_config(cls, keys: ConfigKeys, max_len: int | None) -> Gemma4Config:
         if keys.get("use_bidirectional_attention") not in (None, False, "vision"):
             raise wrong("use_bidirectional_attention", keys.get("use_bidirectional_attention"), "null or vision")
+        keys.must_be({"hidden_activation": ("gelu_pytorch_tanh",)})  # which experts and embeddings of layers have, too
         types = cls._types(keys)
         full, local = ropes_by_kind(keys, (FULL, SLIDING)) or ({}, {})
         full, local = full or FULL_ROPE, local or LOCAL_ROPE

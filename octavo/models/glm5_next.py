@@ -24,7 +24,7 @@ from octavo.layers.mlp import MLP
 from octavo.layers.moe import MoE
 from octavo.layers.recurrent import KimiDelta
 from octavo.models.config import FULL
-from octavo.models.config_keys import ConfigKeys, wrong
+from octavo.models.config_keys import ONE_ACTIVATION, ConfigKeys, wrong
 from octavo.models.decoder import Decoder
 from octavo.models.deepseek import DeepseekConfig, DeepseekLayer, read_deepseek
 from octavo.models.deepseek_sparse import INDEX_EPS, INDEXED, read_owners
@@ -206,7 +206,7 @@ class Glm5NextForCausalLM(Decoder):
         kinds = kinds or tuple(INDEXED if i % 4 == 3 else LINEAR for i in range(count))
         given = {key: value for key, value in keys.values.items() if value is not None and key != "layer_types"}
         own = keys.over({**DEFAULTS, **given, "head_dim": None})
-        own.must_be({"qk_rope_head_dim": (0,), "index_kpool_always_select_tail": (True,)})
+        own.must_be({**ONE_ACTIVATION, "qk_rope_head_dim": (0,), "index_kpool_always_select_tail": (True,)})
         plain = read_deepseek(own, max_len, "sigmoid")
         keys.pass_over("head_dim", "rope_parameters", "rope_theta", "rope_scaling", "index_topk_freq")
         config = dataclasses.replace(_clamped(own, plain.without_rope()), latent_eps=plain.norm_eps)

@@ -16,7 +16,7 @@ from torch import Tensor
 from octavo.layers.heads import StepAngles
 from octavo.layers.norm import RMSNorm
 from octavo.layers.recurrent import GatedNorm, Mamba, Mamba2
-from octavo.models.config_keys import ConfigKeys, wrong
+from octavo.models.config_keys import ONE_ACTIVATION, ConfigKeys, wrong
 from octavo.models.decoder_layer import DecoderLayer
 from octavo.models.layer_cache import LayerCacheSpec, StateTensor, conv_state, recurrent_state, state_layer
 from octavo.models.linear_parts import MatrixRows
@@ -115,6 +115,7 @@ def read_limits(keys: ConfigKeys, key: str = "time_step_limit") -> tuple[float, 
 
 def read_bamba_sizes(keys: ConfigKeys, hidden_size: int, inner: int | None = None) -> MambaSizes:
     """The sizes of Mamba-2 layers by the names of Bamba and Granite; ``inner``: the numbers of all heads, if given."""
+    keys.must_be(ONE_ACTIVATION)
     heads, expanded = keys.size("mamba_n_heads", 128), keys.size("mamba_expand", 2) * hidden_size
     inner = inner or expanded
     head_dim = keys.get("mamba_d_head", "auto")

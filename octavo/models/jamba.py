@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from octavo.models.config_keys import ConfigKeys, wrong
+from octavo.models.config_keys import ONE_ACTIVATION, ConfigKeys, wrong
 from octavo.models.decoder import NO_WINDOWS, Decoder, read_decoder
 from octavo.models.falcon_h1 import NAMES
 from octavo.models.hybrid import MambaConfig, MambaLayer, ScanSizes, read_rank
@@ -43,6 +43,7 @@ class JambaForCausalLM(Decoder):
     def read_config(cls, keys: ConfigKeys, max_len: int | None) -> DecoderConfig:
         config = read_decoder(keys, max_len, windows=NO_WINDOWS, has_bias=False, mlp_bias=False, names=NAMES)
         config = config.without_rope()
+        keys.must_be(ONE_ACTIVATION)
         attends = _every(keys, "attn_layer", 8, 4, config.num_layers)
         keys.pass_over(*UNUSED)
         if not keys.flag("mamba_inner_layernorms", True):

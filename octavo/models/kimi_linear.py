@@ -14,7 +14,7 @@ from octavo.layers.recurrent import KimiDelta
 from octavo.layers.rotary import ProportionalRope
 from octavo.models import mixtral
 from octavo.models.config import FULL
-from octavo.models.config_keys import ConfigKeys, wrong
+from octavo.models.config_keys import ONE_ACTIVATION, ConfigKeys, wrong
 from octavo.models.decoder import Decoder
 from octavo.models.decoder_layer import FeedForward
 from octavo.models.deepseek import DeepseekConfig, DeepseekLayer, read_deepseek
@@ -123,6 +123,7 @@ class KimiLinearForCausalLM(Decoder):
         for key in ("mla_use_nope", "use_grouped_topk"):
             if not keys.flag(key, True):
                 raise wrong(key, False, "true")
+        keys.must_be(ONE_ACTIVATION)
         delta, kinds = _read_delta(keys)
         keys.pass_over(*UNUSED, *NAMES)
         given: dict[str, Any] = {NAMES.get(key, key): value for key, value in keys.values.items() if key not in UNUSED}

@@ -12,7 +12,7 @@ from typing import Any
 
 from octavo.layers.recurrent import KimiDelta
 from octavo.models.config import FULL
-from octavo.models.config_keys import ConfigKeys, wrong
+from octavo.models.config_keys import ONE_ACTIVATION, ConfigKeys, wrong
 from octavo.models.decoder import Decoder, read_decoder
 from octavo.models.deepseek import DeepseekLayer, read_deepseek
 from octavo.models.hybrid import LINEAR, HybridLayer, Recurrence
@@ -91,6 +91,7 @@ class BailingHybridForCausalLM(Decoder):
 
     @classmethod
     def read_config(cls, keys: ConfigKeys, max_len: int | None) -> DecoderConfig:
+        keys.must_be(ONE_ACTIVATION)
         num_layers, every = keys.size("num_hidden_layers"), keys.size("layer_group_size", 6)
         kinds = keys.choices("layer_types", (LINEAR, FULL), num_layers)
         kinds = kinds or tuple(LINEAR if (i + 1) % every else FULL for i in range(num_layers))

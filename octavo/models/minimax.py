@@ -17,7 +17,7 @@ from octavo.layers.heads import StepAngles
 from octavo.layers.moe import MoE
 from octavo.layers.norm import Norm
 from octavo.models.config import FULL
-from octavo.models.config_keys import ConfigKeys, wrong
+from octavo.models.config_keys import ONE_ACTIVATION, ConfigKeys, wrong
 from octavo.models.decoder import NO_WINDOWS, Decoder, read_decoder
 from octavo.models.decoder_layer import DecoderLayer, FeedForward
 from octavo.models.hybrid import LINEAR
@@ -112,6 +112,7 @@ class MiniMaxForCausalLM(Decoder):
     @classmethod
     def read_config(cls, keys: ConfigKeys, max_len: int | None) -> DecoderConfig:
         """Keys are those of transformers, or those of MiniMax's own code."""
+        keys.must_be(ONE_ACTIVATION)
         num_layers = keys.size("num_hidden_layers")
         head_dim = keys.size("head_dim", keys.size("hidden_size") // keys.size("num_attention_heads"))
         rotary = keys.size("rotary_dim", head_dim) / head_dim

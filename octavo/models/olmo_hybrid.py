@@ -9,7 +9,7 @@ import dataclasses
 
 from octavo.layers.recurrent import GatedDelta
 from octavo.models.config import FULL
-from octavo.models.config_keys import ConfigKeys, wrong
+from octavo.models.config_keys import ONE_ACTIVATION, ConfigKeys, wrong
 from octavo.models.decoder import NO_WINDOWS, Decoder, read_decoder
 from octavo.models.hybrid import LINEAR, HybridLayer, Recurrence
 from octavo.models.linear_parts import MatrixRows
@@ -65,6 +65,7 @@ class OlmoHybridForCausalLM(Decoder):
 
     @classmethod
     def read_config(cls, keys: ConfigKeys, max_len: int | None) -> DecoderConfig:
+        keys.must_be(ONE_ACTIVATION)
         num_layers = keys.size("num_hidden_layers")
         config = read_decoder(keys, max_len, windows=NO_WINDOWS, mlp_bias=False)
         kinds = keys.choices("layer_types", (LINEAR, FULL), num_layers)

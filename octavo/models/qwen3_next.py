@@ -18,7 +18,7 @@ from octavo.errors import CheckpointError
 from octavo.layers.linear import Linear, RowParallelLinear
 from octavo.layers.recurrent import GatedDelta
 from octavo.models.config import FULL
-from octavo.models.config_keys import ConfigKeys, wrong
+from octavo.models.config_keys import ONE_ACTIVATION, ConfigKeys, wrong
 from octavo.models.decoder import NO_WINDOWS, Decoder, read_decoder
 from octavo.models.gemma2 import norm_offset
 from octavo.models.hybrid import LINEAR, HybridLayer, Recurrence
@@ -83,6 +83,7 @@ class Qwen3NextConfig(DecoderConfig):
 def read_qwen3_next(keys: ConfigKeys, max_len: int | None, ffn_size: int | None = None) -> Qwen3NextConfig:
     """Read the configuration, without experts; ``ffn_size`` is the default of ``intermediate_size``."""
     rope = {key: value for key, value in rope_values(keys).items() if key not in OF_IMAGES}
+    keys.must_be(ONE_ACTIVATION)
     num_layers, every = keys.size("num_hidden_layers"), keys.size("full_attention_interval", 4)
     norm = NormPart(offset=norm_offset(keys))
     config = read_decoder(

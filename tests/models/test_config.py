@@ -241,6 +241,22 @@ def test_no_family_computes_angles_that_no_layer_uses() -> None:
         assert used == set(range(len(config.ropes))), row
 
 
+@pytest.mark.parametrize(
+    "row",
+    [
+        *("qwen3_next/experts", "qwen3_5/dense", "qwen4_exp_text/plain", "olmo_hybrid/rotated", "kimi_linear/experts"),
+        *("glm5_next_text/all_blocks", "bailing_hybrid/bounded", "bamba/one_of_two", "granitemoehybrid/experts"),
+        *("jamba/dense", "minimax/lightning", "gemma4/own_embeddings", "gemma4/experts", "gemma3n/streams"),
+    ],
+)
+def test_activations_that_other_layers_than_feed_forward_ones_would_have_too(row: str) -> None:
+    values = make_config(row).to_dict()
+    key = next(key for key in ("hidden_act", "hidden_activation") if key in values)
+    read_config(values)
+    with pytest.raises(CheckpointError, match=f"{key} is 'gelu'"):
+        read_config({**values, key: "gelu"})
+
+
 def test_the_bound_of_phimoe_is_that_of_its_configuration() -> None:
     mixture = {"architectures": ["PhimoeForCausalLM"], "num_local_experts": 4, "num_experts_per_tok": 2}
     config = read(**mixture, router_jitter_noise=0.25)
