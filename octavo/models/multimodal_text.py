@@ -69,6 +69,7 @@ TEXT_MODELS: dict[str, tuple[str, Mapping[str, Any]]] = {
     "glm5_next_text": ("Glm5NextForCausalLM", {}),
     "glm_ocr_text": ("Glm4ForCausalLM", GLM),
     "granite": ("GraniteForCausalLM", {}),
+    "granite4_vision_text": ("GraniteForCausalLM", {}),
     "gpt_oss": ("GptOssForCausalLM", {}),
     "hyperclovax": ("HyperCLOVAXForCausalLM", {}),
     "internlm2": ("InternLM2ForCausalLM", {}),
@@ -120,11 +121,13 @@ TEXT_PARTS: dict[str, str] = {
     "CohereCompassForConditionalGeneration": "cohere_compass_text",
     "Dots3NoteForConditionalGeneration": "dots3_note_text",
     "Exaone4_5_ForConditionalGeneration": "exaone4",
+    "FastVlmForConditionalGeneration": "qwen2",
     "GlmAsrForConditionalGeneration": "llama",
     "Glm4vMoeForConditionalGeneration": "glm4v_moe_text",
     "Glm5NextForConditionalGeneration": "glm5_next_text",
     "GlmOcrForConditionalGeneration": "glm_ocr_text",
     "GotOcr2ForConditionalGeneration": "qwen2",
+    "Granite4VisionForConditionalGeneration": "granite4_vision_text",
     "HyperCLOVAXVisionV2ForConditionalGeneration": "hyperclovax",
     "Gemma3ForConditionalGeneration": "gemma3_text",
     "Gemma3nForConditionalGeneration": "gemma3n_text",
@@ -137,6 +140,7 @@ TEXT_PARTS: dict[str, str] = {
     "InklingForConditionalGeneration": "inkling_text",
     "InternVLChatModel": "qwen2",
     "InternVLForConditionalGeneration": "qwen2",
+    "JanusForConditionalGeneration": "llama",
     "KimiK25ForConditionalGeneration": "kimi_k2",
     "KimiVLForConditionalGeneration": "deepseek_v3",
     "Kimi_K25ForConditionalGeneration": "deepseek_v3",
@@ -158,6 +162,7 @@ TEXT_PARTS: dict[str, str] = {
     "Ovis2ForConditionalGeneration": "qwen2",
     "PaddleOCRVLForConditionalGeneration": "paddleocr_vl_text",
     "PaliGemmaForConditionalGeneration": "gemma",
+    "PerceptionLMForConditionalGeneration": "llama",
     "QianfanOCRForConditionalGeneration": "qwen3",
     "Qwen2AudioForConditionalGeneration": "qwen2",
     "Qwen2VLForConditionalGeneration": "qwen2_vl_text",
@@ -182,6 +187,7 @@ TEXT_PARTS: dict[str, str] = {
 PREFIXES = {
     "language.model.": "model.",
     "language.lm_head.": "lm_head.",
+    "language_model.model.encoder.": "model.",  # as transformers saves QianfanOCR
     "language_model.model.": "model.",
     "language_model.lm_head.": "lm_head.",
     "model.language_model.": "model.",
@@ -193,6 +199,7 @@ PREFIXES = {
 LEFT_OUT = re.compile(
     r"((model|thinker)\.)?(aligner|audio_adapter|audio_encoder|vision|vision_tower|vision_model|vision_encoder|vision_project(ion|or)|visual|visual_embeddings_table|connector|"
     r"multi_modal_projector|mm_projector|projector|mlp_AR|mlp1|patch_merge_mlp|merger|image_newline|image_tower|video_tower|audio_tower|embed_vision|"
+    r"layerwise_projectors|spatial_projectors|vqmodel|generation_(embeddings|aligner|head)|"
     r"embed_audio|vision_embedder|vit_large_projector|view_sep[ea]rator|sam_model|qwen2_model|talker|code2wav|token2wav)\b"
 )
 """Names of the other parts."""
