@@ -22,6 +22,7 @@ from octavo.server_settings import ServerSettings
 from octavo.system.cpus import num_cpus
 from octavo.telemetry.events import Event
 from octavo.text.conversation import ChatPrompt
+from octavo_server import pooling
 from octavo_server.app import create_app
 from octavo_server.dialects.batches import batches, runner
 from octavo_server.dialects.responses import conversations
@@ -312,6 +313,9 @@ BOUNDS: dict[str, str] = {
     "bodies that arrive, in memory": f"`--max-request-bytes` and {request_body.SPARE_BYTES // MIB} MiB",
     "files that arrive, on disk": f"{request_body.MAX_SPOOLED_BYTES // MIB} MiB",
     f"bodies of over {request_body.SMALL_BYTES >> 10} KiB decoded at a time": "one",
+    "numbers in the vectors of all tokens of several texts (`/pooling`, `/embed_all`, scores by late interaction)": (
+        f"{pooling.MAX_NUMBERS:,} in a request"
+    ),
     "texts tokenised and templates rendered at a time": "half of the cores, and one",
     "grammars tested at a time": f"{compiler.MAX_PROCESSES}, each for {compiler.MAX_SECONDS:g} s at most",
     "grammars that wait": "",
