@@ -10,7 +10,7 @@ from octavo.cache.held_blocks import HeldBlocks
 from octavo.cache.offload import BlockStore, Identity, Offload
 from octavo.cache.tiers import DiskTier, HostTier
 from octavo.config import CacheSettings
-from octavo.weights.gguf.gguf_parts import parts_of
+from octavo.weights.gguf.split_files import parts_of
 
 GIB = 1 << 30
 DEFAULT_DISK_GIB = 32.0

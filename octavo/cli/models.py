@@ -100,7 +100,7 @@ def _check(config: EngineConfig) -> int:
     from octavo.runtime import memory
     from octavo.runtime.ranks.ranks import check_divides
     from octavo.weights.checkpoint import open_checkpoint
-    from octavo.weights.gguf.gguf_parts import parts_of
+    from octavo.weights.gguf.split_files import parts_of
     from octavo.weights.hub import resolve_model
 
     if (adapter := _as_adapter(config)) is not None:

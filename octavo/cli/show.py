@@ -24,7 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print what the files of the model say."""
-    from octavo.weights.gguf.gguf_parts import gguf_in, parts_of
+    from octavo.weights.gguf.split_files import gguf_in, parts_of
     from octavo.weights.local_models import find_local
 
     settings = load_config(EngineConfig, args).model
@@ -44,7 +44,7 @@ def _lines(path: Path, settings: ModelSettings) -> Iterator[str]:
     from octavo.text.tokenizer import load_tokenizer
     from octavo.weights.checkpoint import open_checkpoint
     from octavo.weights.generation_config import chosen_config, sampling_defaults
-    from octavo.weights.gguf.gguf_parts import parts_of
+    from octavo.weights.gguf.split_files import parts_of
 
     files = parts_of(path) if path.is_file() else [file for file in path.rglob("*") if file.is_file()]
     size = size_text(sum(file.stat().st_size for file in files))

@@ -11,7 +11,7 @@ from octavo.errors import CheckpointError
 from octavo.weights.dummy import DummyCheckpoint
 from octavo.weights.gguf.blocks import BlockTensor
 from octavo.weights.gguf.gguf_checkpoint import GGUFCheckpoint
-from octavo.weights.gguf.gguf_parts import parts_of
+from octavo.weights.gguf.split_files import parts_of
 from octavo.weights.pytorch import PytorchCheckpoint
 from octavo.weights.safetensors import SafetensorsCheckpoint, read_configs
 

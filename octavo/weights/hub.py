@@ -10,8 +10,8 @@ from pathlib import Path
 
 from octavo.config import DEFAULT_MODEL, ModelSettings
 from octavo.errors import ConfigError
-from octavo.weights.gguf.gguf_parts import gguf_in, parts_of
 from octavo.weights.gguf.hub_gguf import fetch_gguf, parse_hub_gguf
+from octavo.weights.gguf.split_files import gguf_in, parts_of
 
 FETCHED_FILES = ["*.safetensors", "*.json", "*.jinja", "tokenizer.model"]
 TOKENIZER_FILES = ["*.json", "*.jinja", "tokenizer.model"]

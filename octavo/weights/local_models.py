@@ -14,8 +14,8 @@ from pathlib import Path
 from octavo.config import DEFAULT_MODEL, ModelSettings
 from octavo.errors import ConfigError
 from octavo.weights.default_model import SMOLLM2_135M, models_dir
-from octavo.weights.gguf.gguf_parts import parts_of
 from octavo.weights.gguf.hub_gguf import quantisation_of
+from octavo.weights.gguf.split_files import parts_of
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ from octavo.quant.tensors import HARMLESS
 from octavo.weights.adapter import CONFIG_NAME
 from octavo.weights.folder import read_json
 from octavo.weights.generation_config import token_ids
-from octavo.weights.gguf.gguf_parts import parts_of
+from octavo.weights.gguf.split_files import parts_of
 from octavo_fleet.transformers.own_cache import OwnCacheTransformer
 from octavo_fleet.transformers.paged import NotPaged, PagedTransformer, first_position, num_layers, register
 

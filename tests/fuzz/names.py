@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 
 from octavo.errors import ConfigError
-from octavo.weights.gguf.gguf_parts import part_names
 from octavo.weights.gguf.hub_gguf import choose_file, parse_hub_gguf
+from octavo.weights.gguf.split_files import part_names
 from tests.fuzz.target import Target
 
 FILES = b"\nmodel-Q4_K_M.gguf\nmodel-Q8_0-00001-of-00002.gguf\nmodel-Q8_0-00002-of-00002.gguf\nmmproj-F16.gguf\n"

@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from octavo.errors import CheckpointError
 from octavo.weights.gguf.blocks import BLOCK_KINDS
-from octavo.weights.gguf.gguf_parts import parts_of
+from octavo.weights.gguf.split_files import parts_of
 
 MAX_HEADER_BYTES = 32 << 20
 """Most bytes before the first tensor. A vocabulary of 256k tokens with merges takes about half of that."""

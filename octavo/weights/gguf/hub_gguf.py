@@ -13,8 +13,8 @@ from typing import NamedTuple
 
 from octavo.config import ModelSettings
 from octavo.errors import CANCELLATIONS, ConfigError
-from octavo.weights.gguf.gguf_parts import part_names, without_number
 from octavo.weights.gguf.projector import is_projector, order_of
+from octavo.weights.gguf.split_files import part_names, without_number
 
 _ID = re.compile(
     r"(?:https://)?(?:hf\.co/|huggingface\.co/|hf:)?([A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}):([\w.-]{1,64})",

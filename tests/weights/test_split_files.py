@@ -14,8 +14,8 @@ from octavo.cli import main
 from octavo.config import ModelSettings
 from octavo.errors import CheckpointError, ConfigError
 from octavo.weights.checkpoint import open_checkpoint
-from octavo.weights.gguf.gguf_parts import part_names
 from octavo.weights.gguf.gguf_reader import GGUFFile
+from octavo.weights.gguf.split_files import part_names
 from octavo.weights.hub import resolve_model
 from octavo_fleet.transformers.model import pretrained
 from tests.models.checkpoints import make_checkpoint
