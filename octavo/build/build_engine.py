@@ -61,7 +61,7 @@ from octavo.ops.device_backend import Check, RankMemory, SharedMemory, backend_o
 from octavo.plugins import CPU, GPU
 from octavo.quant.stored.stored_weight import WeightFormat, dtype_name
 from octavo.runtime import memory
-from octavo.runtime.drafting.acceptance import Verify, rule
+from octavo.runtime.drafting.optional_acceptance import Verify, rule
 from octavo.runtime.executors.expert_moves import ExpertMoves
 from octavo.runtime.executors.pooler import Pooler
 from octavo.runtime.executors.routed_experts import keeping_routes

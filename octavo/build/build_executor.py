@@ -19,8 +19,8 @@ from octavo.models.weight_updates import WeightUpdates
 from octavo.ops.collective import Collective, ContextRanks
 from octavo.quant.stored.stored_weight import WeightFormat
 from octavo.runtime import memory
-from octavo.runtime.drafting.acceptance import Verify
 from octavo.runtime.drafting.drafter import Drafter
+from octavo.runtime.drafting.optional_acceptance import Verify
 from octavo.runtime.executors.embedding_pool import EmbeddingPool
 from octavo.runtime.executors.expert_moves import ExpertMoves
 from octavo.runtime.executors.forward import make_forward, make_logits

@@ -11,7 +11,7 @@ import torch
 
 from octavo import LLM, SamplingParams
 from octavo.ops.sampling import SampleParams
-from octavo.runtime.drafting.acceptance import distribution
+from octavo.runtime.drafting.optional_acceptance import distribution
 from tests.gpu.checkpoints import write_checkpoint
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

@@ -20,8 +20,8 @@ from octavo.layers.stacked_lora import StackedRows
 from octavo.models.registry import CausalLM
 from octavo.ops.attention import LayerCache, PagedRows
 from octavo.ops.device_backend import backend_of, is_gpu
-from octavo.runtime.drafting.acceptance import Verify
 from octavo.runtime.drafting.drafter import Drafter, Tap
+from octavo.runtime.drafting.optional_acceptance import Verify
 from octavo.runtime.executors.embedding_pool import EmbeddingPool
 from octavo.runtime.executors.routed_experts import RoutedExperts
 from octavo.runtime.executors.sampling_state import SamplingState

@@ -27,8 +27,8 @@ from octavo.ops.attention import PagedRows
 from octavo.ops.device_backend import backend_of
 from octavo.ops.dispatch import REFERENCE
 from octavo.plugins import CPU
-from octavo.runtime.drafting.acceptance import Verify
 from octavo.runtime.drafting.drafter import Drafter
+from octavo.runtime.drafting.optional_acceptance import Verify
 from octavo.runtime.executors.block_copies import HostBlockCopies
 from octavo.runtime.executors.embedding_pool import EmbeddingPool
 from octavo.runtime.executors.expert_moves import ExpertMoves

@@ -18,8 +18,8 @@ from octavo import ops
 from octavo.layers.lora import AdapterRows
 from octavo.models.registry import CausalLM
 from octavo.ops.attention import ImageRows, PagedRows, Span
-from octavo.runtime.drafting.acceptance import Verify
 from octavo.runtime.drafting.drafter import Drafter, Drafting
+from octavo.runtime.drafting.optional_acceptance import Verify
 from octavo.runtime.executors.embedding_pool import EmbeddingPool
 from octavo.runtime.executors.pooler import ChunkPooler
 from octavo.runtime.executors.routed_experts import RoutedExperts

@@ -26,8 +26,8 @@ from octavo.models.model_adapters import ModelAdapters
 from octavo.models.registry import CausalLM
 from octavo.models.weight_updates import WeightUpdates
 from octavo.ops.device_backend import backend_of, is_gpu
-from octavo.runtime.drafting.acceptance import Verify
 from octavo.runtime.drafting.drafter import Drafter
+from octavo.runtime.drafting.optional_acceptance import Verify
 from octavo.runtime.executors.block_copies import DeviceBlockCopies, HostBlockCopies
 from octavo.runtime.executors.device_program import DeviceProgram, KernelTuner, with_distinct_layers
 from octavo.runtime.executors.embedding_pool import EmbeddingPool

@@ -10,7 +10,7 @@ import torch
 from octavo import ops
 from octavo.ops import sampling_noise
 from octavo.ops.sampling import SampleParams
-from octavo.runtime.drafting.acceptance import (
+from octavo.runtime.drafting.optional_acceptance import (
     DRAFT_STREAM,
     RESIDUAL_STREAM,
     acceptance_rate,
