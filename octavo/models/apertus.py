@@ -11,7 +11,7 @@ from octavo.models.decoder import Decoder, read_decoder
 from octavo.models.decoder_layer import DecoderLayer, FeedForward
 from octavo.models.loader import WeightLoader
 from octavo.models.parts import DecoderConfig, HeadNorm, Names
-from octavo.models.rope import rope_values
+from octavo.models.rope_keys import rope_values
 
 NAMES = Names(before_attention="attention_layernorm", before_mlp="feedforward_layernorm", ups=("mlp.up_proj",))
 ROPE = {

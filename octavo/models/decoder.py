@@ -22,7 +22,7 @@ from octavo.models.config_keys import ConfigKeys
 from octavo.models.decoder_layer import DecoderLayer
 from octavo.models.loader import WeightLoader
 from octavo.models.parts import LLAMA, RMS, AttentionPart, DecoderConfig, LayerPart, MLPPart, Names, NormPart
-from octavo.models.rope import RopeContext, longest_context, read_rope, rope_values, rotary_width
+from octavo.models.rope_keys import RopeContext, longest_context, read_rope, rope_values, rotary_width
 from octavo.ops.attention import LayerCache, PagedRows
 from octavo.ops.linear import Activation
 

@@ -27,7 +27,7 @@ from octavo.models.layer_cache import LayerCacheSpec
 from octavo.models.loader import WeightLoader
 from octavo.models.moe import MoESettings, read_dense_first, read_experts
 from octavo.models.parts import DecoderConfig, ExpertsPart
-from octavo.models.rope import half_split_rows, rope_values, yarn_scale
+from octavo.models.rope_keys import half_split_rows, rope_values, yarn_scale
 from octavo.ops.attention import LayerCache, PagedRows
 from octavo.ops.latent_attention import EXPANDED_WIDTHS, LatentHeads, expanded_bytes, expanded_positions
 from octavo.ops.moe import Routing

@@ -24,7 +24,7 @@ from octavo.models.deepseek import DeepseekConfig, DeepseekLayer, read_deepseek
 from octavo.models.linear_parts import MatrixRows
 from octavo.models.loader import WeightLoader
 from octavo.models.parts import DecoderConfig, ExpertsPart
-from octavo.models.rope import half_split_rows
+from octavo.models.rope_keys import half_split_rows
 from octavo.ops.attention import LayerCache, PagedRows
 from octavo.ops.sparse_attention import MOST_SCORES, ChosenKeys, sees_all
 from octavo.quant.stored.shard import Section

@@ -12,7 +12,7 @@ from octavo.models.config_keys import ConfigKeys
 from octavo.models.gemma2 import NAMES, GemmaForCausalLM, read_gemma, with_softcaps
 from octavo.models.olmo import with_local_rope
 from octavo.models.parts import DecoderConfig, HeadNorm
-from octavo.models.rope import rope_values, ropes_by_kind
+from octavo.models.rope_keys import rope_values, ropes_by_kind
 
 
 def rope_keys(keys: ConfigKeys) -> tuple[dict[str, Any], dict[str, Any]]:

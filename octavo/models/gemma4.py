@@ -32,7 +32,7 @@ from octavo.models.gemma2 import NAMES, GemmaForCausalLM
 from octavo.models.loader import ExpertShape, WeightLoader
 from octavo.models.moe import MoESettings, read_experts
 from octavo.models.parts import DecoderConfig, HeadNorm, MLPPart
-from octavo.models.rope import ropes_by_kind
+from octavo.models.rope_keys import ropes_by_kind
 from octavo.ops.attention import HeadLayout, LayerCache, PagedRows
 from octavo.ops.collective import Collective
 from octavo.ops.moe import Routing

@@ -14,7 +14,7 @@ from octavo.models.deepseek import DeepseekV3ForCausalLM
 from octavo.models.mixtral import EXPERTS
 from octavo.models.moe import read_dense_first, read_experts, read_sigmoid_routing
 from octavo.models.parts import DecoderConfig, ExpertsPart, HeadNorm
-from octavo.models.rope import rope_values
+from octavo.models.rope_keys import rope_values
 from octavo.ops.moe import Routing
 
 CORRECTION = "mlp.gate.e_score_correction_bias"

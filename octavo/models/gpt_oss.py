@@ -18,7 +18,7 @@ from octavo.models.decoder_layer import DecoderLayer, FeedForward
 from octavo.models.loader import ExpertShape, WeightLoader
 from octavo.models.moe import read_experts
 from octavo.models.parts import DecoderConfig, ExpertsPart
-from octavo.models.rope import rope_values
+from octavo.models.rope_keys import rope_values
 from octavo.ops.moe import ClampedSwish, Routing
 
 THETA = 150_000.0

@@ -14,7 +14,7 @@ from octavo.models.config_keys import ConfigKeys, wrong
 from octavo.models.decoder import Decoder, read_decoder
 from octavo.models.moe import read_experts
 from octavo.models.parts import DecoderConfig, ExpertsPart, Names
-from octavo.models.rope import rope_values
+from octavo.models.rope_keys import rope_values
 from octavo.ops.moe import Routing
 
 

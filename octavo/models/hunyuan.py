@@ -13,7 +13,7 @@ from octavo.models.config_keys import ConfigKeys, wrong
 from octavo.models.decoder import Decoder, read_decoder
 from octavo.models.moe import read_dense_first, read_experts
 from octavo.models.parts import DecoderConfig, ExpertsPart, HeadNorm, Names
-from octavo.models.rope import rope_values
+from octavo.models.rope_keys import rope_values
 from octavo.ops.moe import Routing
 
 NAMES = Names(head_norms=("self_attn.query_layernorm", "self_attn.key_layernorm"))

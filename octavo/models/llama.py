@@ -9,7 +9,7 @@ from octavo.models.config import read_layer_types
 from octavo.models.config_keys import ConfigKeys
 from octavo.models.decoder import Decoder, read_decoder
 from octavo.models.parts import DecoderConfig
-from octavo.models.rope import rope_values
+from octavo.models.rope_keys import rope_values
 
 CWM_ROPE = {
     "rope_type": "llama3",

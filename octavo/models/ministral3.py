@@ -10,7 +10,7 @@ from octavo.models.config_keys import ConfigKeys
 from octavo.models.decoder import Decoder
 from octavo.models.mistral import read_mistral
 from octavo.models.parts import DecoderConfig, QueryScale
-from octavo.models.rope import rope_values
+from octavo.models.rope_keys import rope_values
 
 ROPE = {
     "rope_type": "yarn",

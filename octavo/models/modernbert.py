@@ -15,7 +15,7 @@ from octavo.models.encoder import Encoder, EncoderConfig, EncoderLayer, read_enc
 from octavo.models.labels import LabelPart
 from octavo.models.loader import WeightLoader
 from octavo.models.parts import LLAMA, RMS, Names, NormPart
-from octavo.models.rope import rope_values, ropes_by_kind
+from octavo.models.rope_keys import rope_values, ropes_by_kind
 
 NAMES = Names(
     embedding="embeddings.tok_embeddings",

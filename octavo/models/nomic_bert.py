@@ -18,7 +18,7 @@ from octavo.models.encoder import EncoderConfig, EncoderLayer, read_encoder, und
 from octavo.models.linear_parts import MatrixRows
 from octavo.models.loader import WeightLoader
 from octavo.models.parts import DecoderConfig, MLPPart, Names
-from octavo.models.rope import rope_values
+from octavo.models.rope_keys import rope_values
 from octavo.quant.stored.shard import Section
 
 NOMIC = Names(

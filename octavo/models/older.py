@@ -26,7 +26,7 @@ from octavo.models.decoder import PLAIN_ACTIVATIONS, Decoder, read_decoder
 from octavo.models.decoder_layer import DecoderLayer
 from octavo.models.loader import WeightLoader
 from octavo.models.parts import DecoderConfig, HeadNorm, Names, NormPart
-from octavo.models.rope import rope_values
+from octavo.models.rope_keys import rope_values
 from octavo.quant.stored.stored_weight import Order
 
 LAYER_NORM = NormPart(is_layer_norm=True)

@@ -15,7 +15,7 @@ from octavo.models.config_keys import ConfigKeys
 from octavo.models.decoder import Decoder, read_decoder
 from octavo.models.moe import read_experts
 from octavo.models.parts import DecoderConfig, ExpertsPart, HeadNorm, Names, NormPart
-from octavo.models.rope import rope_values, ropes_by_kind, rotary_width
+from octavo.models.rope_keys import rope_values, ropes_by_kind, rotary_width
 from octavo.ops.moe import Routing
 
 AFTER = Names(

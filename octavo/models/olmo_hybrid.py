@@ -17,7 +17,7 @@ from octavo.models.loader import WeightLoader
 from octavo.models.olmo import AFTER, JOINT
 from octavo.models.parts import DecoderConfig, Names
 from octavo.models.qwen3_next import DeltaSizes, delta_heads
-from octavo.models.rope import rope_values
+from octavo.models.rope_keys import rope_values
 from octavo.quant.stored.shard import Section
 
 UNUSED = ("linear_a_log_max", "linear_a_log_min", "linear_dt_init_floor", "linear_dt_max", "linear_dt_min")

@@ -22,7 +22,7 @@ from octavo.models.loader import WeightLoader
 from octavo.models.mixtral import EXPERTS
 from octavo.models.moe import read_experts
 from octavo.models.parts import DecoderConfig, ExpertsPart, NormPart
-from octavo.models.rope import rope_values
+from octavo.models.rope_keys import rope_values
 from octavo.ops.moe import Routing
 
 

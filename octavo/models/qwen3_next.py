@@ -27,7 +27,7 @@ from octavo.models.linear_parts import MatrixRows
 from octavo.models.loader import WeightLoader
 from octavo.models.parts import DecoderConfig, GatePart, HeadNorm, NormPart
 from octavo.models.qwen_moe import with_qwen_experts
-from octavo.models.rope import rope_values
+from octavo.models.rope_keys import rope_values
 from octavo.ops.gated_delta import DeltaHeads
 from octavo.ops.gated_norm import Gate
 from octavo.quant.stored.shard import Section

@@ -34,7 +34,7 @@ from octavo.models.parts import DecoderConfig, Names
 from octavo.models.qwen3_5 import Qwen3_5Layer
 from octavo.models.qwen3_next import Qwen3NextConfig, read_qwen3_next
 from octavo.models.qwen_moe import with_qwen_experts
-from octavo.models.rope import rope_values
+from octavo.models.rope_keys import rope_values
 from octavo.ops.attention import LayerCache, PagedRows
 from octavo.ops.block_choice import RowPlaces, attend_to_blocks
 from octavo.ops.cache_rows import unpack_rows
