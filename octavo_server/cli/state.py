@@ -75,7 +75,7 @@ def _check(folder: Path) -> bool:
 
 def _check_journal(folder: Path) -> bool:
     """Print how many records the journal has; return whether all could be read."""
-    from octavo_server.durable.log import Damage, log_files
+    from octavo_server.durable.synced_log import Damage, log_files
 
     damage = Damage()
     try:

@@ -25,10 +25,10 @@ from octavo.text.tokenizer import Tokenizer
 from octavo.types import EngineInfo
 from octavo_server.admission import Admission, ClientRequest
 from octavo_server.durable import reader
-from octavo_server.durable.log import Damage, LogFile, LogWriter, log_files
 from octavo_server.durable.records import UNREADABLE, Forgotten, Note, RecordBatch, RequestHead
 from octavo_server.durable.recovery import read_logs
 from octavo_server.durable.requests import DurableRequest, begin_of, head_of
+from octavo_server.durable.synced_log import Damage, LogFile, LogWriter, log_files
 from octavo_server.engines.engine_client import EngineClient
 from octavo_server.engines.request_table import GRAMMARS
 from octavo_server.front.takeover import Predecessor

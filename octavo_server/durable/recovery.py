@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 
 from octavo.types import Output
-from octavo_server.durable.log import Damage, LogFile
 from octavo_server.durable.records import (
     ROW_BYTES,
     UNREADABLE,
@@ -31,6 +30,7 @@ from octavo_server.durable.records import (
     decode_output,
     pack,
 )
+from octavo_server.durable.synced_log import Damage, LogFile
 
 BLOCK_BYTES = 2 << 20
 """So many bytes of rows are sorted at once. More are hardly faster, and leave memory in pieces that stays taken."""

@@ -20,7 +20,6 @@ from octavo.errors import RequestError, RequestFailed, Unavailable
 from octavo.text.tokenizer import Tokenizer
 from octavo.types import Output
 from octavo_server.admission import ClientRequest
-from octavo_server.durable.log import Damage
 from octavo_server.durable.reader import DurableReader
 from octavo_server.durable.records import (
     UNREADABLE,
@@ -39,6 +38,7 @@ from octavo_server.durable.records import (
     unpack,
 )
 from octavo_server.durable.recovery import Restored
+from octavo_server.durable.synced_log import Damage
 from octavo_server.engines.engine_client import EngineClient
 from octavo_server.generation import Generation, Prompt
 from octavo_server.tenants.api_keys import Account

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from octavo.cli import main
-from octavo_server.durable.log import LogFile
 from octavo_server.durable.store import FILE_NAME, Store, StoredItem
+from octavo_server.durable.synced_log import LogFile
 
 DAY = 86400.0
 

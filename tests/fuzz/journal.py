@@ -16,9 +16,9 @@ from octavo.config import ServeConfig
 from octavo.sampling_params import SamplingParams
 from octavo.types import Output, Request
 from octavo_server.durable.journal import Journal
-from octavo_server.durable.log import Damage, LogFile, LogWriter, log_files
 from octavo_server.durable.records import Begin, Noted, RequestHead, encode
 from octavo_server.durable.requests import DurableRequest
+from octavo_server.durable.synced_log import Damage, LogFile, LogWriter, log_files
 from tests.fuzz.target import Fault, Target
 from tests.server.in_process import InProcessEngine, byte_tokenizer
 

@@ -23,8 +23,8 @@ import pytest
 
 from octavo.errors import ConfigError, RequestFailed
 from octavo.grammar.compiler import GrammarCompiler
-from octavo_server.durable import journal, log
-from octavo_server.durable.log import log_files
+from octavo_server.durable import journal, synced_log
+from octavo_server.durable.synced_log import log_files
 from octavo_server.engines.request_table import had_grammars
 from tests.server.child_engine import ROOT
 from tests.server.conftest import Served

@@ -13,7 +13,6 @@ import pytest
 from octavo.sampling_params import SamplingParams
 from octavo.types import Output, Request, TokenLogprobs
 from octavo_server.durable import recovery
-from octavo_server.durable.log import Damage, LogFile
 from octavo_server.durable.records import (
     UNREADABLE,
     Begin,
@@ -36,6 +35,7 @@ from octavo_server.durable.records import (
     unpack,
 )
 from octavo_server.durable.recovery import Restored, read_logs
+from octavo_server.durable.synced_log import Damage, LogFile
 from tests.server.durable.test_durable import serving
 
 FIRST = 1 << 32

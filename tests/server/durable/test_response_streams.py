@@ -19,7 +19,7 @@ import httpx
 import openai
 import pytest
 
-from octavo_server.durable import log
+from octavo_server.durable import synced_log
 from tests.server.child_engine import ROOT
 from tests.server.conftest import Served
 from tests.server.durable.test_durable import serving, steps, until

@@ -9,7 +9,7 @@ import pytest
 
 from octavo.config import ServeConfig
 from octavo_server.durable.journal import Journal
-from octavo_server.durable.log import LogWriter
+from octavo_server.durable.synced_log import LogWriter
 from octavo_server.front.takeover import Predecessor
 from tests.server.in_process import InProcessEngine, byte_tokenizer
 

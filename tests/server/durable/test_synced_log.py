@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from octavo_server.durable import log
-from octavo_server.durable.log import Damage, LogFile, LogWriter, log_files
+from octavo_server.durable import synced_log
+from octavo_server.durable.synced_log import Damage, LogFile, LogWriter, log_files
 
 NUM_DAMAGES = 500
 
