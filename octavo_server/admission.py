@@ -22,8 +22,8 @@ import msgspec
 
 from octavo.config import ModelSettings
 from octavo.errors import ContextLengthExceeded, DeadlineExceeded, InvalidParameter, QueueFull
-from octavo.grammar.compiler import GrammarCompiler, GrammarRefused
 from octavo.grammar.forms import FormError
+from octavo.grammar.trial_queue import GrammarRefused, TrialQueue
 from octavo.grammar.vocabulary import PackedVocabulary
 from octavo.images.preparer import PreparedMedia, read_by_model
 from octavo.sampling_params import (
@@ -132,7 +132,7 @@ class Admission:
         self.tokenizer = tokenizer
         self.max_num_queued_reqs = settings.max_num_queued_reqs
         self._timeout, self._seed = settings.request_timeout, settings.request_seed
-        self.grammars = GrammarCompiler(self._vocabulary)
+        self.grammars = TrialQueue(self._vocabulary)
         self._reserved: Counter[str] = Counter()
         """Places from the room check until submission, by API key."""
         # Unbounded, tokenisation would starve the event loop of cores and of the GIL. No key takes the last place.
@@ -216,12 +216,12 @@ class Admission:
         return await self.images.prepare(parts, client_request.caller.name, client_request.read_file)
 
     async def _with_grammar(self, client_request: ClientRequest, prompt: Prompt) -> ClientRequest:
-        """``client_request`` with its compiled grammar in ``params``. Compiles without blocking the event loop."""
+        """``client_request`` with its grammar in ``params``, which is tried without blocking the event loop."""
         if client_request.grammar is None:
             return client_request
         try:
             text = client_request.grammar(prompt.text or "")
-            form, weakened = await self.grammars.compile(text, client_request.caller.name)
+            form, weakened = await self.grammars.try_grammar(text, client_request.caller.name)
         except (FormError, GrammarRefused) as error:
             message = f"'{client_request.grammar_field}' {str(error).rstrip('.')}."
             raise InvalidParameter(client_request.grammar_field, message) from None

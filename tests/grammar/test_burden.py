@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from octavo.grammar import forms
-from octavo.grammar.compiler import GrammarCompiler
 from octavo.grammar.masks import MatcherMasks
+from octavo.grammar.trial_queue import TrialQueue
 from octavo.grammar.vocabulary import PackedVocabulary, Vocabulary, pack_tokens
 from octavo.sampling_params import SamplingParams
 from octavo.types import Request
@@ -36,7 +36,7 @@ def test_starting_the_child_costs_little_whatever_the_vocabulary() -> None:
     vocabulary = PackedVocabulary(pack_tokens(tokens), [NUM_TOKENS - 1], [NUM_TOKENS - 1])
 
     def seconds() -> float:
-        asking = GrammarCompiler(lambda: vocabulary)
+        asking = TrialQueue(lambda: vocabulary)
         try:
             before = time.thread_time()
             verdict = asking._ask(forms.grammar_text(forms.choice(["yes", "no"])))
@@ -53,9 +53,9 @@ def test_starting_the_child_costs_little_whatever_the_vocabulary() -> None:
 def test_the_child_gives_way_to_the_engine() -> None:
     async def check() -> None:
         vocabulary = PackedVocabulary(pack_tokens(VOCABULARY.tokens), VOCABULARY.special_ids, VOCABULARY.eos_ids)
-        asking = GrammarCompiler(lambda: vocabulary)
+        asking = TrialQueue(lambda: vocabulary)
         try:
-            await asking.compile(forms.grammar_text(forms.choice(["yes", "no"])))
+            await asking.try_grammar(forms.grammar_text(forms.choice(["yes", "no"])))
             assert asking.process_id is not None
             assert niceness(asking.process_id) == min(19, os.nice(0) + 10)
         finally:

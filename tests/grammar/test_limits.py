@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 
 from octavo.grammar import forms, tester
-from octavo.grammar.compiler import GrammarCompiler, GrammarRefused
 from octavo.grammar.matchers import compile_matcher, fill_mask, new_mask
+from octavo.grammar.trial_queue import GrammarRefused, TrialQueue
 from octavo.grammar.vocabulary import PackedVocabulary, pack_tokens
 from octavo.system.child_worker import REFUSED, RENDERED
-from tests.grammar.test_compiler import BOMBS
+from tests.grammar.test_trial_queue import BOMBS
 from tests.grammar.walks import EOS, VOCABULARY, allowed, tokenizer, write
 from tests.tiers import one_in
 
@@ -92,15 +92,15 @@ def test_any_of_many_properties_may_be_written() -> None:
 def test_what_explodes_is_refused_in_bounded_time(name: str) -> None:
     async def check() -> None:
         packed = PackedVocabulary(pack_tokens(VOCABULARY.tokens), VOCABULARY.special_ids, VOCABULARY.eos_ids)
-        compiler = GrammarCompiler(lambda: packed)
+        trials = TrialQueue(lambda: packed)
         try:
-            await compiler.compile(forms.grammar_text(forms.choice(["yes"])))
+            await trials.try_grammar(forms.grammar_text(forms.choice(["yes"])))
             started = time.monotonic()
             with pytest.raises(GrammarRefused, match="cannot be used"):
-                await compiler.compile(forms.grammar_text(EXPLOSIVE[name]))
+                await trials.try_grammar(forms.grammar_text(EXPLOSIVE[name]))
             assert time.monotonic() - started < 30, "two seconds of processor time, and what other work takes"
         finally:
-            compiler.close()
+            trials.close()
 
     asyncio.run(check())
 

@@ -11,8 +11,8 @@ import jsonschema
 import pytest
 
 from octavo.grammar import forms, tester
-from octavo.grammar.compiler import GrammarCompiler, GrammarRefused
 from octavo.grammar.matchers import compile_matcher
+from octavo.grammar.trial_queue import GrammarRefused, TrialQueue
 from octavo.grammar.vocabulary import PackedVocabulary, pack_tokens
 from octavo.system.child_worker import REFUSED, RENDERED
 from tests.grammar.walks import VOCABULARY, tokenizer
@@ -111,11 +111,11 @@ def message(*parts: forms.Part) -> str:
 
 def compiled(*texts: str) -> list[Any]:
     async def inside() -> list[Any]:
-        compiler = GrammarCompiler(lambda: PACKED)
+        trials = TrialQueue(lambda: PACKED)
         try:
-            return await asyncio.gather(*(compiler.compile(text) for text in texts), return_exceptions=True)
+            return await asyncio.gather(*(trials.try_grammar(text) for text in texts), return_exceptions=True)
         finally:
-            compiler.close()
+            trials.close()
 
     return asyncio.run(inside())
 

@@ -17,7 +17,7 @@ import pytest
 
 from octavo.cache.pinned_blocks import PINNED_SHARE
 from octavo.config import ModelSettings, ServeConfig
-from octavo.grammar import compiler
+from octavo.grammar import trial_queue
 from octavo.server_settings import ServerSettings
 from octavo.system.cpus import num_cpus
 from octavo.telemetry.events import Event
@@ -317,7 +317,7 @@ BOUNDS: dict[str, str] = {
         f"{pooling.MAX_NUMBERS:,} in a request"
     ),
     "texts tokenised and templates rendered at a time": "half of the cores, and one",
-    "grammars tested at a time": f"{compiler.MAX_PROCESSES}, each for {compiler.MAX_SECONDS:g} s at most",
+    "grammars tested at a time": f"{trial_queue.MAX_PROCESSES}, each for {trial_queue.MAX_SECONDS:g} s at most",
     "grammars that wait": "",
     "requests begun at a time": "one",
     "timelines": f"{timelines.MAX_REQUESTS:,} requests",
@@ -338,7 +338,7 @@ def test_the_table_of_shares_has_the_bounds_of_the_code() -> None:
         assert bound in found[what][0], what
         assert found[what][2], "what follows"
     assert f"one in {middleware.PAUSE * 1000:g} ms" in found["requests begun at a time"][1]
-    assert found["grammars that wait"][1] == str(compiler.MAX_WAITING)
+    assert found["grammars that wait"][1] == str(trial_queue.MAX_WAITING)
     assert found["batches worked on at a time"][1] == str(batches.MAX_AT_ONCE)
     assert f", and {LEAST_SHARE} at least" in (ROOT / "docs/security.md").read_text()
     services = create_app(ServeConfig.from_flat({}), InProcessEngine(), None).state.services.first

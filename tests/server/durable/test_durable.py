@@ -22,7 +22,7 @@ import httpx
 import pytest
 
 from octavo.errors import ConfigError, RequestFailed
-from octavo.grammar.compiler import GrammarCompiler
+from octavo.grammar.trial_queue import TrialQueue
 from octavo_server.durable import journal, synced_log
 from octavo_server.durable.synced_log import log_files
 from octavo_server.engines.request_table import had_grammars
@@ -107,14 +107,14 @@ def texts(pairs: list[tuple[str, str]]) -> Any:
 
 
 def test_tokens_of_many_steps_are_one_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    records: list[log.Encode] = []
-    append = log.LogWriter.append
+    records: list[synced_log.Encode] = []
+    append = synced_log.LogWriter.append
 
-    def count(writer: log.LogWriter, record: log.Encode) -> None:
+    def count(writer: synced_log.LogWriter, record: synced_log.Encode) -> None:
         records.append(record)
         append(writer, record)
 
-    monkeypatch.setattr(log.LogWriter, "append", count)
+    monkeypatch.setattr(synced_log.LogWriter, "append", count)
     with serving(tmp_path) as served:
         assert len(events(send(served))) > 20
     assert len(records) < 10
@@ -248,7 +248,7 @@ class FullDisk:
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.is_full = True
         write = os.write
-        patch.setattr(log.os, "write", lambda *args: self._fail() if self.is_full else write(*args))
+        patch.setattr(synced_log.os, "write", lambda *args: self._fail() if self.is_full else write(*args))
 
     def _fail(self) -> int:
         raise OSError(28, "No space left on device")
@@ -419,7 +419,7 @@ def test_a_restarted_server_is_ready_for_grammars_if_there_were_some(
         send(served)
         assert not had_grammars(served.app.state.services.first.config.server)
     started: list[bool] = []
-    monkeypatch.setattr(GrammarCompiler, "start_process", lambda compiler: started.append(True))
+    monkeypatch.setattr(TrialQueue, "start_process", lambda trials: started.append(True))
     with serving(tmp_path) as served:
         assert not started
         send(served, key="b", structured_outputs={"regex": "[a-z]+"})

@@ -66,7 +66,7 @@ def test_a_stream_continues_after_a_restart(tmp_path: Path) -> None:
 def test_events_wait_for_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     is_slow, sync = threading.Event(), os.fdatasync
     is_slow.set()
-    monkeypatch.setattr(log.os, "fdatasync", lambda file: (is_slow.wait(), sync(file)))
+    monkeypatch.setattr(synced_log.os, "fdatasync", lambda file: (is_slow.wait(), sync(file)))
     with serving(**settings(tmp_path)) as served:
         served.engine.runs = False
         stream = ask(served, max_output_tokens=COUNT)

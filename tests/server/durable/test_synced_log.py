@@ -72,7 +72,7 @@ def test_a_disk_that_fails_is_survived(tmp_path: Path, monkeypatch: pytest.Monke
             raise OSError(28, "No space left on device")
 
         with monkeypatch.context() as patch:
-            patch.setattr(log.os, "write", full)
+            patch.setattr(synced_log.os, "write", full)
             writer.append(record(b"lost"))
             await writer.synced()
         writer.append(record(b"two"))
@@ -95,7 +95,7 @@ def test_a_snapshot_that_does_not_fit_leaves_no_file(tmp_path: Path, monkeypatch
         writer.append(record(b"one"))
         await writer.synced()
         with monkeypatch.context() as patch:
-            patch.setattr(log.os, "write", full)
+            patch.setattr(synced_log.os, "write", full)
             for _ in range(3):
                 writer.roll([record(b"snapshot")])
                 await writer.synced()
@@ -121,7 +121,7 @@ def test_a_new_file_that_cannot_be_made_is_survived(tmp_path: Path, monkeypatch:
         writer = LogWriter(tmp_path)
         for name in (b"one", b"two"):
             with monkeypatch.context() as patch:
-                patch.setattr(log.os, "open", no_new)
+                patch.setattr(synced_log.os, "open", no_new)
                 writer.roll([record(b"lost")])
                 await writer.synced()
                 assert writer.is_incomplete

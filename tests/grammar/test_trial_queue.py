@@ -14,7 +14,7 @@ import pytest
 
 from octavo.errors import QueueFull
 from octavo.grammar import forms, tester
-from octavo.grammar.compiler import MAX_PROCESSES, PAUSE, GrammarCompiler, GrammarRefused
+from octavo.grammar.trial_queue import MAX_PROCESSES, PAUSE, GrammarRefused, TrialQueue
 from octavo.grammar.vocabulary import PackedVocabulary, pack_tokens
 from octavo.system.child_process import ChildLost
 from octavo.system.child_worker import RENDERED, Answer
@@ -25,16 +25,16 @@ GOOD = forms.grammar_text(forms.json_schema({"type": "object"}))
 
 
 def run(
-    test: Callable[[GrammarCompiler], Coroutine[Any, Any, None]],
+    test: Callable[[TrialQueue], Coroutine[Any, Any, None]],
     max_seconds: float = 2.0,
     clock: Callable[[], float] = time.monotonic,
 ) -> None:
     async def inside() -> None:
-        compiler = GrammarCompiler(lambda: PACKED, max_seconds, clock)
+        trials = TrialQueue(lambda: PACKED, max_seconds, clock)
         try:
-            await test(compiler)
+            await test(trials)
         finally:
-            compiler.close()
+            trials.close()
 
     asyncio.run(inside())
 
@@ -83,16 +83,16 @@ BOMBS = {
 
 
 def test_a_bomb_costs_little_and_leaves_nothing_behind() -> None:
-    async def test(compiler: GrammarCompiler) -> None:
-        await compiler.compile(GOOD)
+    async def test(trials: TrialQueue) -> None:
+        await trials.try_grammar(GOOD)
         for name, part in BOMBS.items():
             started = time.monotonic()
             before = time.process_time()
             with contextlib.suppress(GrammarRefused):
-                await compiler.compile(forms.grammar_text(part))
+                await trials.try_grammar(forms.grammar_text(part))
             assert time.monotonic() - started < 30, f"{name}: two seconds of processor time, and what other work takes"
             assert time.process_time() - before < 0.5, name
-            await compiler.compile(forms.grammar_text(forms.choice([name])))
+            await trials.try_grammar(forms.grammar_text(forms.choice([name])))
 
     run(test)
 
@@ -100,15 +100,15 @@ def test_a_bomb_costs_little_and_leaves_nothing_behind() -> None:
 def test_a_grammar_that_hangs_is_cut_off_and_the_next_one_served() -> None:
     hanging = forms.grammar_text(forms.regex("a+"))
 
-    async def test(compiler: GrammarCompiler) -> None:
-        await compiler.compile(GOOD)
-        first = compiler.process_id
+    async def test(trials: TrialQueue) -> None:
+        await trials.try_grammar(GOOD)
+        first = trials.process_id
         assert first is not None
         os.kill(first, 19)  # SIGSTOP: it does not answer any more
         with pytest.raises(GrammarRefused, match=r"more than 0\.5 seconds"):
-            await compiler.compile(hanging)
-        await compiler.compile(forms.grammar_text(forms.regex("b+")))
-        assert compiler.process_id != first
+            await trials.try_grammar(hanging)
+        await trials.try_grammar(forms.grammar_text(forms.regex("b+")))
+        assert trials.process_id != first
         with pytest.raises(ProcessLookupError):
             os.kill(first, 0)
 
@@ -116,16 +116,16 @@ def test_a_grammar_that_hangs_is_cut_off_and_the_next_one_served() -> None:
 
 
 def test_verdicts_are_kept() -> None:
-    async def test(compiler: GrammarCompiler) -> None:
+    async def test(trials: TrialQueue) -> None:
         bad = forms.grammar_text(forms.json_schema({"not": {}}))
-        await compiler.compile(GOOD)
+        await trials.try_grammar(GOOD)
         with pytest.raises(GrammarRefused, match="uses 'not'"):
-            await compiler.compile(bad)
-        compiler.close()
-        await compiler.compile(GOOD)
+            await trials.try_grammar(bad)
+        trials.close()
+        await trials.try_grammar(GOOD)
         with pytest.raises(GrammarRefused, match="uses 'not'"):
-            await compiler.compile(bad)
-        assert compiler.process_id is None, "a process was started for what is known"
+            await trials.try_grammar(bad)
+        assert trials.process_id is None, "a process was started for what is known"
 
     run(test)
 
@@ -160,21 +160,21 @@ def test_what_took_too_long_is_tried_again_after_a_pause(is_lost: bool, monkeypa
                 raise answer
             return answer
 
-    monkeypatch.setattr("octavo.grammar.compiler.ChildProcess", Child)
+    monkeypatch.setattr("octavo.grammar.trial_queue.ChildProcess", Child)
 
-    async def test(compiler: GrammarCompiler) -> None:
+    async def test(trials: TrialQueue) -> None:
         nonlocal now
         reason = "processor time" if is_lost else "compiling it takes too long"
-        tries = await asyncio.gather(*(compiler.compile(text) for _ in range(5)), return_exceptions=True)
+        tries = await asyncio.gather(*(trials.try_grammar(text) for _ in range(5)), return_exceptions=True)
         assert all(isinstance(each, GrammarRefused) and reason in str(each) for each in tries)
         now += 2 * PAUSE - 0.1
         with pytest.raises(GrammarRefused, match=reason):
-            await compiler.compile(text)
+            await trials.try_grammar(text)
         assert len(answers) == 1, "it was tried more than once"
         now += 0.2
-        form = await compiler.compile(text)
+        form = await trials.try_grammar(text)
         now += 1e6
-        assert await compiler.compile(text) == form, "what passed is kept"
+        assert await trials.try_grammar(text) == form, "what passed is kept"
 
     run(test, clock=lambda: now)
 
@@ -183,23 +183,23 @@ def test_a_process_that_does_not_start_is_no_verdict(monkeypatch: pytest.MonkeyP
     def fails(*settings: object) -> None:
         raise ChildLost("its process did not start")
 
-    async def test(compiler: GrammarCompiler) -> None:
+    async def test(trials: TrialQueue) -> None:
         with monkeypatch.context() as patch:
-            patch.setattr("octavo.grammar.compiler.ChildProcess", fails)
+            patch.setattr("octavo.grammar.trial_queue.ChildProcess", fails)
             with pytest.raises(GrammarRefused, match="did not start"):
-                await compiler.compile(GOOD)
-        await compiler.compile(GOOD)
+                await trials.try_grammar(GOOD)
+        await trials.try_grammar(GOOD)
 
     run(test, clock=lambda: 0.0)
 
 
 def test_what_is_kept_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("octavo.grammar.compiler.MAX_KEPT_BYTES", 500)
+    monkeypatch.setattr("octavo.grammar.trial_queue.MAX_KEPT_BYTES", 500)
 
-    async def test(compiler: GrammarCompiler) -> None:
+    async def test(trials: TrialQueue) -> None:
         for index in range(40):
-            await compiler.compile(forms.grammar_text(forms.choice([f"choice {index}"])))
-        assert sum(map(len, compiler._kept)) <= 500
+            await trials.try_grammar(forms.grammar_text(forms.choice([f"choice {index}"])))
+        assert sum(map(len, trials._kept)) <= 500
 
     run(test)
 
@@ -219,28 +219,28 @@ def test_what_is_too_large_is_refused_before_anything_is_made_of_it(make: Callab
 
 
 def test_a_grammar_that_is_too_large_is_refused_at_once() -> None:
-    async def test(compiler: GrammarCompiler) -> None:
+    async def test(trials: TrialQueue) -> None:
         with pytest.raises(GrammarRefused, match=f"larger than {forms.MAX_GRAMMAR_BYTES} bytes"):
-            await compiler.compile(forms.grammar_text({"regex": "a" * forms.MAX_GRAMMAR_BYTES}))
-        assert compiler.process_id is None
+            await trials.try_grammar(forms.grammar_text({"regex": "a" * forms.MAX_GRAMMAR_BYTES}))
+        assert trials.process_id is None
 
     run(test)
 
 
 def test_cancelling_ends_the_work() -> None:
-    async def test(compiler: GrammarCompiler) -> None:
-        await compiler.compile(GOOD)
-        first = compiler.process_id
+    async def test(trials: TrialQueue) -> None:
+        await trials.try_grammar(GOOD)
+        first = trials.process_id
         assert first is not None
         os.kill(first, 19)
-        task = asyncio.create_task(compiler.compile(forms.grammar_text(forms.regex("a+"))))
+        task = asyncio.create_task(trials.try_grammar(forms.grammar_text(forms.regex("a+"))))
         await asyncio.sleep(0.05)
         started = time.monotonic()
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
-        await compiler.compile(forms.grammar_text(forms.regex("b+")))
-        assert compiler.process_id != first
+        await trials.try_grammar(forms.grammar_text(forms.regex("b+")))
+        assert trials.process_id != first
         assert time.monotonic() - started < 15
 
     run(test, max_seconds=20)
@@ -272,8 +272,8 @@ class SlowChild:
 def slow(monkeypatch: pytest.MonkeyPatch) -> type[SlowChild]:
     SlowChild.compiled, SlowChild.running, SlowChild.most = [], 0, 0
     SlowChild.gate = threading.Semaphore(0)
-    monkeypatch.setattr("octavo.grammar.compiler.ChildProcess", SlowChild)
-    monkeypatch.setattr("octavo.grammar.compiler.SLOW_SECONDS", 0.0)
+    monkeypatch.setattr("octavo.grammar.trial_queue.ChildProcess", SlowChild)
+    monkeypatch.setattr("octavo.grammar.trial_queue.SLOW_SECONDS", 0.0)
     return SlowChild
 
 
@@ -288,16 +288,16 @@ async def until_done(slow: type[SlowChild], task: asyncio.Task[Any]) -> None:
 
 
 def test_a_tenant_waits_for_few_grammars_of_another(slow: type[SlowChild]) -> None:
-    async def test(compiler: GrammarCompiler) -> None:
-        flood = [asyncio.create_task(compiler.compile(f"flood {index}", "a")) for index in range(50)]
+    async def test(trials: TrialQueue) -> None:
+        flood = [asyncio.create_task(trials.try_grammar(f"flood {index}", "a")) for index in range(50)]
         await asyncio.sleep(0)
-        other = asyncio.create_task(compiler.compile("other", "b"))
-        again = asyncio.create_task(compiler.compile("flood 49", "b"))
+        other = asyncio.create_task(trials.try_grammar("other", "b"))
+        again = asyncio.create_task(trials.try_grammar("flood 49", "b"))
         await until_done(slow, other)
         assert slow.compiled.index("other") < 2 * MAX_PROCESSES
         await until_done(slow, again)
         assert slow.compiled.index("flood 49") <= 3 * MAX_PROCESSES, "what both wait for is in both queues"
-        assert (await compiler.compile("other", "c")).form == "other", "what is known waits for nothing"
+        assert (await trials.try_grammar("other", "c")).form == "other", "what is known waits for nothing"
         slow.gate.release(100)
         await asyncio.gather(*flood)
         assert len(slow.compiled) == 51
@@ -307,69 +307,69 @@ def test_a_tenant_waits_for_few_grammars_of_another(slow: type[SlowChild]) -> No
 
 
 def test_grammars_that_take_little_time_need_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("octavo.grammar.compiler.SLOW_SECONDS", 30.0)  # little even on a busy machine
+    monkeypatch.setattr("octavo.grammar.trial_queue.SLOW_SECONDS", 30.0)  # little even on a busy machine
 
-    async def test(compiler: GrammarCompiler) -> None:
-        await compiler.compile(GOOD)
-        first = compiler.process_id
-        await asyncio.gather(*(compiler.compile(forms.grammar_text(forms.choice([str(n)]))) for n in range(20)))
-        assert [process.id for process in compiler._processes] == [first]
+    async def test(trials: TrialQueue) -> None:
+        await trials.try_grammar(GOOD)
+        first = trials.process_id
+        await asyncio.gather(*(trials.try_grammar(forms.grammar_text(forms.choice([str(n)]))) for n in range(20)))
+        assert [process.id for process in trials._processes] == [first]
 
     run(test, max_seconds=30.0)
 
 
 def test_a_second_process_ends_when_there_is_nothing_to_do(slow: type[SlowChild]) -> None:
-    async def test(compiler: GrammarCompiler) -> None:
-        tasks = [asyncio.create_task(compiler.compile(f"{number}")) for number in range(4)]
+    async def test(trials: TrialQueue) -> None:
+        tasks = [asyncio.create_task(trials.try_grammar(f"{number}")) for number in range(4)]
         await asyncio.sleep(0.05)
-        assert len(compiler._processes) == MAX_PROCESSES
+        assert len(trials._processes) == MAX_PROCESSES
         slow.gate.release(4)
         await asyncio.gather(*tasks)
-        assert len(compiler._processes) == 1
+        assert len(trials._processes) == 1
 
     run(test)
 
 
 def test_a_process_can_be_started_before_the_first_grammar() -> None:
-    async def test(compiler: GrammarCompiler) -> None:
-        compiler.start_process()
-        while not compiler._idle:
+    async def test(trials: TrialQueue) -> None:
+        trials.start_process()
+        while not trials._idle:
             await asyncio.sleep(0.01)
-        first = compiler.process_id
-        await compiler.compile(GOOD)
-        assert compiler.process_id == first
+        first = trials.process_id
+        await trials.try_grammar(GOOD)
+        assert trials.process_id == first
 
     run(test)
 
 
 def test_a_queue_is_bounded_for_each_tenant(slow: type[SlowChild], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("octavo.grammar.compiler.MAX_WAITING", 3)
+    monkeypatch.setattr("octavo.grammar.trial_queue.MAX_WAITING", 3)
 
-    async def test(compiler: GrammarCompiler) -> None:
-        flood = [asyncio.create_task(compiler.compile(f"flood {index}", "a")) for index in range(3 + MAX_PROCESSES)]
+    async def test(trials: TrialQueue) -> None:
+        flood = [asyncio.create_task(trials.try_grammar(f"flood {index}", "a")) for index in range(3 + MAX_PROCESSES)]
         await asyncio.sleep(0)
         for _ in range(3):
             with pytest.raises(QueueFull) as refused:
-                await compiler.compile("more", "a")
+                await trials.try_grammar("more", "a")
             assert refused.value.retry_after
-        other = asyncio.create_task(compiler.compile("more", "b"))
+        other = asyncio.create_task(trials.try_grammar("more", "b"))
         flood[-1].cancel()
         await asyncio.sleep(0)
-        flood[-1] = asyncio.create_task(compiler.compile("there is room again", "a"))
+        flood[-1] = asyncio.create_task(trials.try_grammar("there is room again", "a"))
         await asyncio.sleep(0)
         slow.gate.release(100)
         await asyncio.gather(other, *flood)
         assert f"flood {2 + MAX_PROCESSES}" not in slow.compiled, "what no request waits for is not compiled"
-        assert not compiler._jobs
-        assert not compiler._waiting
+        assert not trials._jobs
+        assert not trials._waiting
 
     run(test)
 
 
 def test_many_at_once_are_served_one_after_the_other() -> None:
-    async def test(compiler: GrammarCompiler) -> None:
+    async def test(trials: TrialQueue) -> None:
         texts = [forms.grammar_text(forms.choice([str(index % 5)])) for index in range(30)]
-        results = await asyncio.gather(*(compiler.compile(text) for text in texts))
+        results = await asyncio.gather(*(trials.try_grammar(text) for text in texts))
         assert [each.form for each in results] == texts
 
     run(test)

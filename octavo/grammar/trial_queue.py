@@ -1,4 +1,4 @@
-"""The front process's side of structured output: every grammar is tested before it reaches the engine."""
+"""Grammars that wait to be tried in a child process before the engine gets them, and the verdicts, which are kept."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from octavo.grammar.vocabulary import PackedVocabulary
 from octavo.system.child_process import ChildLost, ChildProcess
 from octavo.system.child_worker import LATE, RENDERED
 
-WORKER = "octavo.grammar.worker"
+WORKER = "octavo.grammar.trial_worker"
 MAX_KEPT_BYTES = 4 << 20
 MAX_SECONDS = 2.0
 """Limit of processor and of wall time for one grammar."""
@@ -50,7 +50,7 @@ class Verdict(NamedTuple):
     """Time of the clock at which the verdict expires."""
 
 
-class Compiled(NamedTuple):
+class UsableGrammar(NamedTuple):
     """A grammar for the engine."""
 
     form: str
@@ -70,7 +70,7 @@ class _Job:
     process: ChildProcess | None = None
 
 
-class GrammarCompiler:
+class TrialQueue:
     """Tests grammars in a few child processes with bounded time and memory.
 
     If a grammar exceeds a limit, its request fails and the next one gets a fresh process. Verdicts, good and bad, are
@@ -117,7 +117,7 @@ class GrammarCompiler:
 
         threading.Thread(target=start, name="grammar process", daemon=True).start()
 
-    async def compile(self, text: str, tenant: str = "") -> Compiled:
+    async def try_grammar(self, text: str, tenant: str = "") -> UsableGrammar:
         """The normalised grammar for the engine.
 
         Raises ``GrammarRefused``, or ``QueueFull`` when too many grammars of the tenant wait. Cancellation stops the
@@ -130,7 +130,7 @@ class GrammarCompiler:
             verdict = await self._weakened(text, tenant, verdict)
         if verdict.form is None:
             raise GrammarRefused(verdict.reason)
-        return Compiled(verdict.form, weakened_in(verdict.form))
+        return UsableGrammar(verdict.form, weakened_in(verdict.form))
 
     async def _weakened(self, text: str, tenant: str, verdict: Verdict) -> Verdict:
         """The verdict on ``text`` with weaker parts in place of those that cannot be kept to.
@@ -299,7 +299,7 @@ class GrammarCompiler:
         process.close()
 
     def close(self) -> None:
-        """End the processes. Compiling again starts new ones."""
+        """End the processes. The next grammar starts new ones."""
         with self._lock:
             processes, self._processes, self._idle = self._processes, [], []
         for process in processes:
