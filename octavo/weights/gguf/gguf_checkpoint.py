@@ -15,11 +15,12 @@ from octavo.sampling_params import OPTIONS
 from octavo.weights.generation_config import in_vocabulary, token_ids
 from octavo.weights.gguf.blocks import BlockTensor, dequantize
 from octavo.weights.gguf.gguf_dense import DECODERS
-from octavo.weights.gguf.gguf_families import FAMILIES, TensorPlace, translate
+from octavo.weights.gguf.gguf_families import FAMILIES, translate
 from octavo.weights.gguf.gguf_hybrids import HYBRIDS
 from octavo.weights.gguf.gguf_mixtures import MIXTURES
 from octavo.weights.gguf.gguf_reader import GGUFFile
 from octavo.weights.gguf.projector import FRAME, MINUS_ONE, PLACES, Projector
+from octavo.weights.gguf.tensor_names import TensorPlace
 
 ALL_FAMILIES = FAMILIES | DECODERS | MIXTURES | HYBRIDS
 DENSE_KINDS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}

@@ -7,7 +7,9 @@ from dataclasses import replace
 import numpy as np
 import numpy.typing as npt
 
-from octavo.weights.gguf.gguf_families import (
+from octavo.weights.gguf.gguf_families import has_bias, read_llama, with_sections
+from octavo.weights.gguf.gguf_metadata import Metadata
+from octavo.weights.gguf.tensor_names import (
     ATTENTION,
     FUSED,
     GATED,
@@ -17,11 +19,7 @@ from octavo.weights.gguf.gguf_families import (
     SANDWICH,
     Config,
     GgufFamily,
-    has_bias,
-    read_llama,
-    with_sections,
 )
-from octavo.weights.gguf.gguf_metadata import Metadata
 
 LAYER_NORM = "attention.layer_norm_epsilon"
 PATTERN = "attention.sliding_window_pattern"

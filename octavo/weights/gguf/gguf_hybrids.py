@@ -10,15 +10,6 @@ import numpy.typing as npt
 
 from octavo.weights.gguf.gguf_dense import drop, read_factors
 from octavo.weights.gguf.gguf_families import (
-    ATTENTION,
-    DEEPSEEK,
-    EXPERTS,
-    GATED,
-    HEAD_NORMS,
-    LLAMA,
-    SHARED,
-    Config,
-    GgufFamily,
     has_bias,
     must_be_sigmoid,
     read_experts,
@@ -29,6 +20,17 @@ from octavo.weights.gguf.gguf_families import (
 from octavo.weights.gguf.gguf_metadata import Metadata
 from octavo.weights.gguf.gguf_mixtures import GRANITE_MOE
 from octavo.weights.gguf.gguf_rope import read_rope
+from octavo.weights.gguf.tensor_names import (
+    ATTENTION,
+    DEEPSEEK,
+    EXPERTS,
+    GATED,
+    HEAD_NORMS,
+    LLAMA,
+    SHARED,
+    Config,
+    GgufFamily,
+)
 
 # Qwen3-Next and Qwen3.5: the gated delta rule.
 

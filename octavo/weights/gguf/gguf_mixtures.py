@@ -14,17 +14,9 @@ from octavo.weights.gguf.gguf_dense import (
     read_windows,
 )
 from octavo.weights.gguf.gguf_families import (
-    ATTENTION,
-    DEEPSEEK,
-    EXPERTS,
-    HEAD_NORMS,
-    LLAMA,
     MIXTRAL,
-    OUTER,
     SIGMOID,
     SOFTMAX,
-    Config,
-    GgufFamily,
     must_be_sigmoid,
     read_deepseek2,
     read_experts,
@@ -35,6 +27,7 @@ from octavo.weights.gguf.gguf_families import (
     with_sections,
 )
 from octavo.weights.gguf.gguf_metadata import Metadata
+from octavo.weights.gguf.tensor_names import ATTENTION, DEEPSEEK, EXPERTS, HEAD_NORMS, LLAMA, OUTER, Config, GgufFamily
 
 SHARED = {name: own for name, own in DEEPSEEK.items() if name.endswith("_shexp")}
 GLM = {**LLAMA, **HEAD_NORMS, **EXPERTS, **SHARED, "exp_probs_b": "mlp.gate.e_score_correction_bias"}
