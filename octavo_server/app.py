@@ -29,11 +29,20 @@ from octavo_server.console import pages as console
 from octavo_server.console import stats_stream as live
 from octavo_server.dialects.anthropic import message_batches, messages
 from octavo_server.dialects.batches import batches, files
-from octavo_server.dialects.native import completions, generate, infer, sagemaker, sessions, sglang, tgi, token_ids
+from octavo_server.dialects.native import (
+    adapter_endpoints,
+    completions,
+    generate,
+    infer,
+    sagemaker,
+    sessions,
+    sglang,
+    tgi,
+    token_ids,
+)
 from octavo_server.dialects.ollama import endpoints as ollama
 from octavo_server.dialects.ollama import models as ollama_models
 from octavo_server.dialects.openai import (
-    adapter_endpoints,
     chat,
     classification,
     derender,

@@ -24,7 +24,8 @@ from octavo.text.message_parser import Call, Piece, Text
 from octavo.types import TokenLogprobs
 from octavo_server.admission import ClientRequest
 from octavo_server.dialects.batches.files import file_reader
-from octavo_server.dialects.openai.chat import ChatBody, chat_message, client_request, prompt_of, tools_of
+from octavo_server.dialects.openai.chat import chat_message
+from octavo_server.dialects.openai.chat_body import ChatBody, client_request, prompt_of, tools_of
 from octavo_server.generation import GeneratedChoice, Generation
 from octavo_server.http.sse import EventStream
 from octavo_server.pipeline import Answer, Submission

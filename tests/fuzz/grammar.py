@@ -12,7 +12,7 @@ import msgspec
 from octavo.errors import RequestError
 from octavo.grammar.forms import grammar_text
 from octavo.grammar.tester import Tester
-from octavo_server.dialects.openai.chat import ChatBody
+from octavo_server.dialects.openai.chat_body import ChatBody
 from octavo_server.dialects.openai.constraints import constraint
 from tests.fuzz.target import JSONTarget, Target, as_json
 from tests.grammar.walks import VOCABULARY

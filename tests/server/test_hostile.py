@@ -22,7 +22,7 @@ import httpx
 import pytest
 
 import octavo
-from octavo_server.dialects.openai import chat, completions
+from octavo_server.dialects.openai import chat_body, completions
 from tests.conftest import Server, start_server
 from tests.llm.tiny import write_checkpoint
 from tests.server.canary import Canary
@@ -59,7 +59,7 @@ BASES: dict[str, dict[str, Any]] = {
 }
 FIELDS = {
     "/v1/completions": list(completions.decoder.decoders),
-    "/v1/chat/completions": list(chat.decoder.decoders),
+    "/v1/chat/completions": list(chat_body.decoder.decoders),
     "/v1/messages": [
         "messages",
         "system",

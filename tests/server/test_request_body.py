@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
-from octavo_server.dialects.openai import chat, completions, tokenize
+from octavo_server.dialects.openai import chat_body, completions, tokenize
 from octavo_server.http.request_body import BodyDecoder
 from tests.server.conftest import Served
 from tests.tiers import nightly_after
@@ -214,7 +214,7 @@ def test_no_value_of_any_field_is_a_server_error(served: Served, path: str, step
     """Every value, in one of ``step`` fields."""
     readers: dict[str, BodyDecoder[Any]] = {
         "/v1/completions": completions.decoder,
-        "/v1/chat/completions": chat.decoder,
+        "/v1/chat/completions": chat_body.decoder,
         "/tokenize": tokenize.tokenize_decoder,
         "/detokenize": tokenize.detokenize_decoder,
     }

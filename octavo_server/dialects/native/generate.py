@@ -13,8 +13,8 @@ from starlette.requests import Request
 from octavo.errors import ContextLengthExceeded, InvalidParameter, QueueFull
 from octavo_server.dialects.native.sglang import REFUSED, SglangFields, submission
 from octavo_server.dialects.native.tgi import Parameters, TGIBody, continuation
+from octavo_server.dialects.openai.common_fields import sampling
 from octavo_server.dialects.openai.completions import CompletionBody, client_request
-from octavo_server.dialects.openai.fields import sampling
 from octavo_server.generation import GeneratedChoice, Generation
 from octavo_server.http.errors import MissingParameter
 from octavo_server.http.request_body import BodyDecoder, MalformedJSON

@@ -8,9 +8,9 @@ import msgspec
 from starlette.requests import Request
 
 from octavo.errors import ContextLengthExceeded, InvalidParameter, ModelNotFound, QueueFull, RequestError
+from octavo_server.dialects.openai.answer_parts import usage
+from octavo_server.dialects.openai.common_fields import sampling
 from octavo_server.dialects.openai.completions import CompletionBody, client_request
-from octavo_server.dialects.openai.fields import sampling
-from octavo_server.dialects.openai.rendering import usage
 from octavo_server.generation import GeneratedChoice
 from octavo_server.http.errors import UnknownParameter
 from octavo_server.http.request_body import BodyDecoder, MalformedJSON

@@ -12,14 +12,14 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from octavo_server.dialects.openai import chat, completions, embeddings
+from octavo_server.dialects.openai import chat, chat_body, completions, embeddings
 from octavo_server.http.endpoint import Endpoint
 from octavo_server.http.errors import MissingParameter
 from octavo_server.http.request_body import BodyDecoder
 from octavo_server.services import server_of
 
 KINDS: dict[str, tuple[BodyDecoder[Any], Callable[[Request], Awaitable[Response]]]] = {
-    "messages": (chat.decoder, chat.CHAT.serve),
+    "messages": (chat_body.decoder, chat.CHAT.serve),
     "prompt": (completions.decoder, completions.COMPLETION.serve),
     "input": (embeddings.decoder, embeddings.create_embeddings),
 }

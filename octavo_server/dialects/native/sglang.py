@@ -18,9 +18,9 @@ from octavo.errors import InvalidParameter
 from octavo.types import TokenLogprobs
 from octavo_server.dialects.chat_reply import FieldNames
 from octavo_server.dialects.native.token_ids import MAX_REQUEST_ID
+from octavo_server.dialects.openai.answer_parts import TokenNames, finite
 from octavo_server.dialects.openai.completions import client_request
 from octavo_server.dialects.openai.completions import decoder as completion_decoder
-from octavo_server.dialects.openai.rendering import TokenNames, finite
 from octavo_server.generation import GeneratedChoice, Generation
 from octavo_server.http.endpoint import Endpoint
 from octavo_server.http.errors import UnsupportedParameter

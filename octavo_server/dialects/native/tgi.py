@@ -17,8 +17,8 @@ from octavo.errors import ContextLengthExceeded, InvalidParameter, RequestError
 from octavo.sampling_params import MAX_STOP_STRINGS
 from octavo.text.tokenizer import Tokenizer
 from octavo_server.dialects.chat_reply import FieldNames
+from octavo_server.dialects.openai.common_fields import sampling
 from octavo_server.dialects.openai.completions import CompletionBody, client_request
-from octavo_server.dialects.openai.fields import sampling
 from octavo_server.dialects.tei.endpoints import description, embed, predict
 from octavo_server.generation import ChoiceUpdate, GeneratedChoice
 from octavo_server.http.endpoint import Endpoint

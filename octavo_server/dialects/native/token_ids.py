@@ -30,10 +30,10 @@ from octavo.model_info import RoutesInfo
 from octavo.types import EngineInfo, TokenLogprobs
 from octavo_server.admission import ClientRequest
 from octavo_server.dialects.openai import kv_transfer
+from octavo_server.dialects.openai.answer_parts import TokenNames, chat_logprobs, finite, prompt_logprobs, usage
+from octavo_server.dialects.openai.common_fields import NO_LIMIT, default_max_tokens, has_idle_transfer
 from octavo_server.dialects.openai.completions import CompletionBody, client_request
 from octavo_server.dialects.openai.completions import decoder as completion_decoder
-from octavo_server.dialects.openai.fields import NO_LIMIT, default_max_tokens, has_idle_transfer
-from octavo_server.dialects.openai.rendering import TokenNames, chat_logprobs, finite, prompt_logprobs, usage
 from octavo_server.generation import ChoiceUpdate, GeneratedChoice, Generation
 from octavo_server.http.endpoint import Endpoint
 from octavo_server.http.errors import UnsupportedParameter

@@ -14,7 +14,7 @@ from octavo.text.tool_calls.tool_format import long_id
 from octavo.types import TokenLogprobs
 from octavo_server.dialects.chat_reply import members_of
 from octavo_server.dialects.ollama.body import CommonBody
-from octavo_server.dialects.openai.rendering import TokenNames, chat_logprobs
+from octavo_server.dialects.openai.answer_parts import TokenNames, chat_logprobs
 from octavo_server.generation import GeneratedChoice
 from octavo_server.http.errors import ErrorForm
 from octavo_server.http.sse import EventStream, encode_line

@@ -28,8 +28,8 @@ from octavo_server.dialects.ollama.body import (
     without_effect,
 )
 from octavo_server.dialects.openai import completions
-from octavo_server.dialects.openai.fields import NO_LIMIT
-from octavo_server.dialects.openai.rendering import TokenNames
+from octavo_server.dialects.openai.answer_parts import TokenNames
+from octavo_server.dialects.openai.common_fields import NO_LIMIT
 from octavo_server.generation import GeneratedChoice
 from octavo_server.http.errors import UnsupportedParameter
 from octavo_server.http.sse import json_response

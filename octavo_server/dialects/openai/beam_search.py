@@ -14,7 +14,7 @@ from octavo.engine.beam_search import MAX_BEAM_WIDTH, BeamSearch, BeamSearchPara
 from octavo.errors import DeadlineExceeded, InvalidParameter
 from octavo.sampling_params import DEFAULTS
 from octavo_server.admission import Admission, ClientRequest
-from octavo_server.dialects.openai.fields import GenerationFields
+from octavo_server.dialects.openai.common_fields import GenerationFields
 from octavo_server.generation import GeneratedChoice, Prompt
 from octavo_server.http.errors import UnsupportedParameter
 from octavo_server.http.request_body import GATHERED

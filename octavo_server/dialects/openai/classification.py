@@ -14,9 +14,9 @@ from starlette.responses import Response
 from octavo.errors import InvalidParameter
 from octavo.text.embedding_vectors import Floats, check_dimensions
 from octavo.types import Task
+from octavo_server.dialects.openai.answer_parts import ReplyIdentity
+from octavo_server.dialects.openai.common_fields import ACCEPTED
 from octavo_server.dialects.openai.embeddings import InputBody, encoded
-from octavo_server.dialects.openai.fields import ACCEPTED
-from octavo_server.dialects.openai.rendering import ReplyIdentity
 from octavo_server.http.endpoint import Endpoint
 from octavo_server.http.request_body import BodyDecoder
 from octavo_server.http.sse import json_response

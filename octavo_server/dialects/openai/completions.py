@@ -18,8 +18,17 @@ from octavo.sampling_params import MAX_N, SamplingParams
 from octavo.text.text_stream import TextStream
 from octavo_server.admission import ClientRequest
 from octavo_server.dialects.openai import beam_search, kv_transfer
-from octavo_server.dialects.openai.constraints import constraint
-from octavo_server.dialects.openai.fields import (
+from octavo_server.dialects.openai.answer_parts import (
+    ChunkFrame,
+    CompletionLogprobs,
+    ReplyIdentity,
+    TokenNames,
+    finite,
+    identity_of,
+    prompt_logprobs,
+    usage,
+)
+from octavo_server.dialects.openai.common_fields import (
     ACCEPTED,
     IGNORED,
     NO_LIMIT,
@@ -31,16 +40,7 @@ from octavo_server.dialects.openai.fields import (
     scheduling_fields,
     without_effect,
 )
-from octavo_server.dialects.openai.rendering import (
-    ChunkFrame,
-    CompletionLogprobs,
-    ReplyIdentity,
-    TokenNames,
-    finite,
-    identity_of,
-    prompt_logprobs,
-    usage,
-)
+from octavo_server.dialects.openai.constraints import constraint
 from octavo_server.generation import ChoiceUpdate, GeneratedChoice, Generation
 from octavo_server.http.request_body import BodyDecoder
 from octavo_server.http.sse import encode, encode_line, json_response

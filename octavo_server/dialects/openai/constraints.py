@@ -23,7 +23,7 @@ from octavo.errors import InvalidParameter
 from octavo.grammar import forms
 from octavo.grammar.forms import FormError, GrammarSource
 from octavo.text.message_format import MessageConstraints, Tool
-from octavo_server.dialects.openai.fields import GenerationFields
+from octavo_server.dialects.openai.common_fields import GenerationFields
 from octavo_server.http.errors import UnsupportedParameter, printable
 from octavo_server.http.request_body import ASKS_NOTHING, exact_float
 

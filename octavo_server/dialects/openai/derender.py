@@ -21,8 +21,9 @@ from octavo.sampling_params import MAX_N
 from octavo.types import REPETITION, FinishReason, Output, TokenLogprobs
 from octavo.types import Request as EngineRequest
 from octavo_server.admission import ClientRequest
-from octavo_server.dialects.openai import chat, completions
-from octavo_server.dialects.openai.chat import ChatAnswer, ChatBody
+from octavo_server.dialects.openai import chat_body, completions
+from octavo_server.dialects.openai.chat import ChatAnswer
+from octavo_server.dialects.openai.chat_body import ChatBody
 from octavo_server.dialects.openai.completions import CompletionAnswer, CompletionBody
 from octavo_server.generation import GeneratedChoice, Generation, Prompt
 from octavo_server.http.endpoint import Endpoint
@@ -155,15 +156,15 @@ def _chat(body: DerenderChatBody, given: Generated, services: ModelServices, req
             raise MissingParameter("chat_request")  # without it nobody knows what of the text is reasoning
         asked = ChatBody(messages=[{"role": "user", "content": "-"}])
     else:
-        asked, _ = chat.decoder.read(msgspec.json.encode(body.chat_request), services.engine.info.max_model_len)
-    submitted = chat.client_request(asked, services, request, chat.tools_of(asked, services))
+        asked, _ = chat_body.decoder.read(msgspec.json.encode(body.chat_request), services.engine.info.max_model_len)
+    submitted = chat_body.client_request(asked, services, request, chat_body.tools_of(asked, services))
     source = submitted.prompts[0]
     text = source().seen if callable(source) and body.chat_request is not None else ""
     num_top = _num_top(given)
     shown = msgspec.structs.replace(
         asked, stream=body.stream, logprobs=num_top is not None, top_logprobs=num_top or 0, logprob_token_ids=[]
     )
-    tools = chat.tools_of(shown, services)
+    tools = chat_body.tools_of(shown, services)
     reading = Reading(services, submitted, text, lambda generation: ChatAnswer(services, shown, generation, tools))
     ids = body.prompt_token_ids or given.prompt_token_ids or []
     if body.stream:

@@ -17,8 +17,8 @@ from starlette.responses import Response
 
 from octavo.text.embedding_vectors import Floats, check_dimensions
 from octavo.types import Task
+from octavo_server.dialects.openai.common_fields import ACCEPTED, check_labels
 from octavo_server.dialects.openai.completions import prompts_of
-from octavo_server.dialects.openai.fields import ACCEPTED, check_labels
 from octavo_server.generation import GeneratedChoice
 from octavo_server.http.endpoint import Endpoint
 from octavo_server.http.request_body import BodyDecoder

@@ -12,7 +12,7 @@ from typing import Any
 from octavo.errors import InvalidParameter
 from octavo.system.addresses import split_address
 from octavo.types import KVTransfer
-from octavo_server.dialects.openai.fields import GenerationFields
+from octavo_server.dialects.openai.common_fields import GenerationFields
 from octavo_server.generation import GeneratedChoice
 from octavo_server.services import ModelServices
 

@@ -17,9 +17,9 @@ from octavo.errors import InvalidParameter
 from octavo.grammar.forms import FormError
 from octavo.sampling_params import OPTIONS
 from octavo_server.admission import ClientRequest
-from octavo_server.dialects.openai import chat, completions
+from octavo_server.dialects.openai import chat_body, completions
+from octavo_server.dialects.openai.common_fields import GenerationFields
 from octavo_server.dialects.openai.constraints import OWN_KIND
-from octavo_server.dialects.openai.fields import GenerationFields
 from octavo_server.generation import Prompt
 from octavo_server.http.endpoint import Endpoint
 from octavo_server.http.errors import UnsupportedParameter
@@ -28,8 +28,8 @@ from octavo_server.services import ModelServices, server_of
 
 
 async def render_chat(request: Request) -> Response:
-    services, body, headers = await server_of(request).read(request, chat.decoder, chat.without_effect)
-    submitted = chat.client_request(body, services, request, chat.tools_of(body, services))
+    services, body, headers = await server_of(request).read(request, chat_body.decoder, chat_body.without_effect)
+    submitted = chat_body.client_request(body, services, request, chat_body.tools_of(body, services))
     (rendered,) = await generate_bodies(services, submitted, body, "chatcmpl")
     return json_response(rendered, headers)
 
@@ -87,7 +87,7 @@ def _sampling_params(submitted: ClientRequest, prompt: Prompt, max_tokens: int) 
 ENDPOINTS = [
     Endpoint(
         *("POST", "/v1/chat/completions/render", render_chat, "A conversation as token ids to generate from"),
-        chat.decoder.documented,
+        chat_body.decoder.documented,
     ),
     Endpoint(
         *("POST", "/v1/completions/render", render_completion, "Prompts as token ids to generate from"),

@@ -12,9 +12,9 @@ from starlette.responses import Response
 from octavo.errors import InvalidParameter
 from octavo_server.admission import PromptSource
 from octavo_server.dialects.batches.files import file_reader
-from octavo_server.dialects.openai.chat import conversation, passed_over
+from octavo_server.dialects.openai.chat_body import conversation, passed_over
+from octavo_server.dialects.openai.common_fields import ACCEPTED
 from octavo_server.dialects.openai.constraints import tool_use
-from octavo_server.dialects.openai.fields import ACCEPTED
 from octavo_server.http.endpoint import Endpoint
 from octavo_server.http.errors import MissingParameter
 from octavo_server.http.request_body import BodyDecoder

@@ -12,7 +12,7 @@ from typing import Any
 
 from octavo.errors import RequestError
 from octavo_server.dialects.chat_reply import ChatReply
-from octavo_server.dialects.openai.rendering import TokenNames, chat_logprobs
+from octavo_server.dialects.openai.answer_parts import TokenNames, chat_logprobs
 from octavo_server.dialects.responses.body import ResponseBody
 from octavo_server.dialects.responses.events import ResponseEvents
 from octavo_server.dialects.responses.records import Record

@@ -9,8 +9,8 @@ import msgspec
 from octavo.errors import InvalidParameter
 from octavo_server.dialects.chat_reply import FieldNames, Translated
 from octavo_server.dialects.history import LeftOut
-from octavo_server.dialects.openai.chat import IGNORED_IN_CHAT, ChatBody, effort, refused_elsewhere
-from octavo_server.dialects.openai.fields import SAMPLING, RepetitionDetectionFields, check_max_tokens, sampling
+from octavo_server.dialects.openai.chat_body import IGNORED_IN_CHAT, ChatBody, effort, refused_elsewhere
+from octavo_server.dialects.openai.common_fields import SAMPLING, RepetitionDetectionFields, check_max_tokens, sampling
 from octavo_server.dialects.responses.items import ItemMessages
 from octavo_server.dialects.responses.tools import Item, chat_choice, offered_tools
 from octavo_server.http.errors import UnsupportedParameter

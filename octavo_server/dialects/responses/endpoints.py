@@ -9,8 +9,8 @@ from starlette.responses import Response
 
 from octavo.errors import InvalidParameter, Unavailable
 from octavo_server.dialects.chat_reply import Translated, chat_request, num_prompt_tokens, submission
+from octavo_server.dialects.openai.answer_parts import TokenNames
 from octavo_server.dialects.openai.render import generate_bodies
-from octavo_server.dialects.openai.rendering import TokenNames
 from octavo_server.dialects.responses.answer import ResponseAnswer, ResponseStream, begun
 from octavo_server.dialects.responses.background import BackgroundResponses
 from octavo_server.dialects.responses.background_stream import LiveResponse, event_stream, position

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from octavo_server.dialects.openai.rendering import TokenNames
+from octavo_server.dialects.openai.answer_parts import TokenNames
 from tests.server.conftest import Served
 from tests.server.in_process import ANSWER, IM_END, InProcessEngine, byte_tokenizer
 

@@ -10,7 +10,7 @@ from typing import Any
 import ollama
 import pytest
 
-from octavo_server.dialects.openai.rendering import TokenNames
+from octavo_server.dialects.openai.answer_parts import TokenNames
 from tests.server.anthropic.test_messages import CALLS, HERMES, tokens_of
 from tests.server.conftest import Served
 from tests.server.in_process import ANSWER, InProcessEngine, byte_tokenizer

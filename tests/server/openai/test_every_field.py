@@ -14,14 +14,14 @@ from tokenizers import processors
 from octavo.sampling_params import RepetitionDetectionParams
 from octavo.types import Request
 from octavo_server.dialects.anthropic import body as anthropic
-from octavo_server.dialects.openai import chat, completions, tokenize
+from octavo_server.dialects.openai import chat_body, completions, tokenize
 from octavo_server.dialects.responses import body as responses
 from octavo_server.http.request_body import BodyDecoder
 from tests.server.conftest import Served
 from tests.server.in_process import EOS, IM_END, SPECIAL, InProcessEngine, byte_tokenizer
 from tests.tiers import one_in
 
-READERS: dict[str, BodyDecoder[Any]] = {"completions": completions.decoder, "chat/completions": chat.decoder}
+READERS: dict[str, BodyDecoder[Any]] = {"completions": completions.decoder, "chat/completions": chat_body.decoder}
 OTHER_READERS: dict[str, tuple[BodyDecoder[Any], dict[str, Any]]] = {
     "/v1/responses": (responses.decoder, {"input": "Hi"}),
     "/v1/messages": (anthropic.message_decoder, {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 2}),

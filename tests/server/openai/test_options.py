@@ -14,7 +14,7 @@ from octavo.errors import InvalidParameter
 from octavo.sampling_params import DEFAULTS, OPTIONS, Option, SamplingParams
 from octavo.weights.generation_config import sampling_defaults
 from octavo_server.dialects.anthropic import body as anthropic
-from octavo_server.dialects.openai import chat, completions
+from octavo_server.dialects.openai import chat_body, completions
 from octavo_server.http.errors import UnsupportedParameter
 from octavo_server.http.request_body import BodyDecoder
 from tests.server.conftest import Served
@@ -64,7 +64,7 @@ def test_flags_and_defaults_of_models_follow() -> None:
             assert sampling_defaults("auto", {option.model_key: 1}) == {name: 1}
 
 
-@pytest.mark.parametrize("decoder", [chat.decoder, completions.decoder])
+@pytest.mark.parametrize("decoder", [chat_body.decoder, completions.decoder])
 def test_a_body_has_its_options_in_an_order_of_its_own(decoder: BodyDecoder[Any]) -> None:
     base: dict[str, Any] = {"prompt": "Hi", "messages": []}
     sent = {name: 1 for name, option in OPTIONS.items() if option.kind is not bool}
@@ -87,4 +87,4 @@ def test_an_option_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "sampling" not in shown
     monkeypatch.setitem(OPTIONS, "loudness", Option(float, 0.0, 1.0))
     monkeypatch.setitem(DEFAULTS, "loudness", 0.0)
-    assert "loudness" in chat.refused_elsewhere(anthropic.MessageBody, frozenset())
+    assert "loudness" in chat_body.refused_elsewhere(anthropic.MessageBody, frozenset())

@@ -1,4 +1,4 @@
-"""The fields of a generation request: supported, rejected by name, or without effect.
+"""The fields that all generation requests have: supported, rejected by name, or without effect.
 
 Field names and defaults are OpenAI's, or vLLM's where OpenAI has none.
 """
