@@ -7,8 +7,8 @@ from collections.abc import Sequence as SequenceOf
 from concurrent.futures import Future
 from typing import Any
 
-from octavo.cache.console_view import view_of
 from octavo.cache.kv_events import KVEvent
+from octavo.engine.console_view import view_of
 from octavo.engine.logits_processors import Processors, make_processors
 from octavo.engine.protocols import Adapters, Grammars, Runner, Sleeper, SubmittedStep, WeightChanger
 from octavo.engine.scheduler import Scheduler

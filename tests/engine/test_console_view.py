@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from octavo.cache import console_view
 from octavo.config import EngineConfig
+from octavo.engine import console_view
 from octavo.engine.engine import Engine
 from octavo.sampling_params import SamplingParams
 from octavo.telemetry.cache_view import CACHED, FREE, SHARED, CacheView
