@@ -23,7 +23,7 @@ from octavo.models.deepseek import DeepseekConfig, read_latent, with_experts
 from octavo.models.deepseek_sparse import INDEXED, DeepseekV32ForCausalLM, SparseConfig, SparseLayer, read_sparse
 from octavo.models.loader import WeightLoader
 from octavo.models.parts import DecoderConfig, ExpertsPart, GatePart
-from octavo.models.rope import half_split_rows, ropes_by_kind
+from octavo.models.rope_keys import half_split_rows, ropes_by_kind
 from octavo.ops.attention import LayerCache, PagedRows
 from octavo.ops.sparse_attention import ChosenKeys
 
