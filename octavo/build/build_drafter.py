@@ -89,6 +89,8 @@ def find_drafter(
     for settings and checkpoints that do not go together, as far as can be seen without weights.
     """
     has_mtp = bool(mtp_prefixes(TextPart(checkpoint).names(), model.num_layers))
+    has_streams = model.stream_size != model.hidden_size
+    has_mtp = has_mtp and not has_streams  # MTP layers of such models are made in other ways
     if method is None and has_mtp:
         logger.info('the checkpoint has an MTP layer; --speculative-config \'{"method": "mtp"}\' drafts with it')
     if not isinstance(method, WithDrafter):
@@ -104,7 +106,8 @@ def find_drafter(
         raise ConfigError(f'speculative_config: "{name}" needs tensor_parallel_size 1 on a GPU; "ngram" does not')
     if not isinstance(method, OwnCheckpoint):
         if not has_mtp:
-            raise CheckpointError("speculative_config: the model's checkpoint has no MTP layers")
+            reason = "its MTP layers are not supported" if has_streams else "the model's checkpoint has no MTP layers"
+            raise CheckpointError(f"speculative_config: {reason}")
         return checkpoint
     with _naming_drafter():
         found = _open(config, method.model, device)

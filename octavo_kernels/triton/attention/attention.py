@@ -24,6 +24,9 @@ from octavo_kernels.triton.split_sums import NO_SCORE
 
 GLUON_ROWS = 1024
 """From this number of rows on, a kernel with larger, and fewer, tiles is faster."""
+LEAST_KEYS = 16
+"""Of a block of the cache, for the kernel of single rows: what tensor cores multiply at least, and it takes no more at
+a time than a block has. The other looks up the block of each key."""
 MERGED_ROWS = 4
 """Heads of tokens of a program that merges parts."""
 
@@ -74,7 +77,8 @@ def _attend(
     divides long contexts among programs: their sequences' keys and values are then read from the second-level cache.
     """
     slot_mapping_T, block_tables_SB = rows.of(cache)
-    is_by_row = (rows.max_query_len == 1 or rows.single is not None) and not is_invariant()
+    can_be_by_row = not is_invariant() and cache.keys.shape[2] >= LEAST_KEYS
+    is_by_row = can_be_by_row and (rows.max_query_len == 1 or rows.single is not None)
     if is_by_row and rows.single is None and not heads.shares_cache and not is_packed(cache.keys):
         prologue = Prologue(cos_TR, sin_TR, slot_mapping_T)
         run_decode_attention(qkv_TW, heads, prologue, cache, rows, out_TNX.view(len(out_TNX), -1), part=part)
@@ -83,7 +87,7 @@ def _attend(
         q_TNH = pack_store(qkv_TW, heads, cos_TR, sin_TR, cache, slot_mapping_T)
     else:
         q_TNH = rotate_store(qkv_TW, heads, cos_TR, sin_TR, cache.keys, cache.values, slot_mapping_T, cache.scales)
-    has_single = len(rows.seq_lens_S) > 1 and not is_invariant()
+    has_single = can_be_by_row and len(rows.seq_lens_S) > 1
     if has_single or is_by_row:
         attend_single_rows(q_TNH, heads, cache, rows, out_TNX, part)
     if is_by_row:

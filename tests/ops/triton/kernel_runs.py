@@ -23,6 +23,7 @@ from torch import Tensor
 
 from octavo import ops
 from octavo.ops.attention import GroupRows, HeadLayout, KVScales, LayerCache, PagedRows, RopeSet
+from octavo.ops.block_choice import attend_to_blocks
 from octavo.ops.cache_rows import STORED, row_length
 from octavo.ops.collective import Collective, ContextPart
 from octavo.ops.compressed_attention import Compression
@@ -129,6 +130,10 @@ def _linears(make: Maker, dtype: torch.dtype) -> Iterator[tuple[str, Call]]:
     indexed = LayerCache(keys, keys, index=index)
     queries, rows = make.floats(6, 4, 24, dtype=dtype), make.rows([2, 3], [20, 30])
     yield "choose_blocks", functools.partial(ops.choose_blocks, queries, indexed, rows, 4, 2)
+    heads, angles = HeadLayout(4, 2, 16, 0.25), (make.floats(6, 8), make.floats(6, 8))
+    chosen = torch.zeros(6, 2, dtype=torch.int64, device=make.device)
+    qkv = make.floats(6, 8 * 16, dtype=dtype)
+    yield "small blocks", functools.partial(attend_to_blocks, qkv, heads, angles, indexed, rows, chosen, 4)
 
 
 def _packed(make: Maker, dtype: torch.dtype) -> Iterator[tuple[str, Call]]:
