@@ -56,6 +56,8 @@ class TextReader:
 
     def __init__(self) -> None:
         self.pieces: list[Piece] = []
+        self.places: list[tuple[int, int]] = []
+        """Where the texts of ``pieces`` begin and end in the complete text; a piece may be several parts of it."""
         self.is_ended = False
         """Whether no more text will come."""
         self.is_cut = False
@@ -67,6 +69,8 @@ class TextReader:
         self._is_stray_open = False
         self._text = ""
         self._place = 0
+        self._num_forgotten = 0
+        """Characters of the complete text before ``_text``."""
         self._num_pins = 0
         """Positions in use to which the reader may go back, so that the text after them is kept."""
         self._num_failures = 0
@@ -74,8 +78,8 @@ class TextReader:
         """Whether the message has ended where more text was needed."""
         self._is_empty = False
         """Whether an empty list of calls was read."""
-        self._blanks = ""
-        """Blanks at the end of the content so far: they belong to it unless a call follows."""
+        self._blanks: list[tuple[int, str]] = []
+        """Blanks at the end of the content so far, each with its place: they belong to it unless a call follows."""
         self._last = ""
         """The last character of the content so far."""
         self._name: str | None = None
@@ -95,6 +99,7 @@ class TextReader:
     def _forget(self) -> None:
         """Drop the text before the read position, unless the reader may go back to it."""
         if not self._num_pins:
+            self._num_forgotten += self._place
             self._text, self._place = self._text[self._place :], 0
 
     # ---- matching
@@ -275,15 +280,16 @@ class TextReader:
         while True:
             found = _pattern(sought).search(self._text, self._place)
             if found is not None:
-                self.emit(kind, self._text[self._place : found.start()])
+                text, self._place = self._text[self._place : found.start()], found.start()
+                self.emit(kind, text)
                 self._place = found.end()
                 if found[0] in marks:
                     return found[0]
                 self._pass_stray(found[0])
                 continue
             end = len(self._text) if self.is_ended and not self._drops_begun else self._begin_of_mark(sought)
-            self.emit(kind, self._text[self._place : end])
-            self._place = end
+            text, self._place = self._text[self._place : end], end
+            self.emit(kind, text)
             if self.is_ended:
                 self.take_rest()
                 return None
@@ -323,28 +329,33 @@ class TextReader:
         yield from self.text_until((), kind)
 
     def emit(self, kind: Kind, text: str) -> None:
-        """Emit ``text``, holding back trailing whitespace of content: it is dropped if a call follows."""
+        """Emit ``text``, which was consumed last. Trailing whitespace of content is held back, and dropped if a call
+        follows."""
+        place = self._num_forgotten + self._place - len(text)
         if kind == "reasoning":
-            self._append(kind, text)
+            self._append(kind, [(place, text)])
             return
         self._last = text[-1:] or self._last
         if solid := text.rstrip():
-            self._append(kind, self._blanks + solid)
-            self._blanks = text[len(solid) :]
-        else:
-            self._blanks += text
+            self._append(kind, [*self._blanks, (place, solid)])
+            self._blanks = []
+        if len(solid) < len(text):
+            self._blanks.append((place + len(solid), text[len(solid) :]))
 
-    def _append(self, kind: Kind, text: str) -> None:
+    def _append(self, kind: Kind, parts: list[tuple[int, str]]) -> None:
+        """Emit texts with their places as one piece."""
+        text = "".join([part for _, part in parts])
         if text and self._held is not None:
             self._holds_text = True
         elif text:
             self.pieces.append(Text(kind, text))
+            self.places += [(place, place + len(part)) for place, part in parts]
 
     def emit_blanks(self) -> None:
         """At the end of the message: emit the whitespace held back, since no call followed."""
         if self._blanks and not self.num_calls:
             self._append("content", self._blanks)
-        self._blanks = ""
+        self._blanks = []
 
     # ---- calls
 
@@ -380,7 +391,7 @@ class TextReader:
     def begin_call(self, name: str) -> None:
         """A call of ``name`` is certain now: text that was read is not looked at again."""
         self._num_pins = 1 if self._held is not None else 0
-        self._blanks = ""
+        self._blanks = []
         self.num_calls += 1
         self._name, self._arguments = name, []
         if self._held is None:
@@ -506,7 +517,7 @@ class TextReader:
         """
         if self._num_failures >= MAX_FAILURES:
             return False
-        place, blanks, num_calls, num_pins = self._pin(), self._blanks, self.num_calls, self._num_pins
+        place, blanks, num_calls, num_pins = self._pin(), self._blanks[:], self.num_calls, self._num_pins
         held = self._held = []
         self._holds_text = False
         steps, searched = format(self), place
@@ -548,6 +559,8 @@ class MessageParser:
     """Turns chunks of text into pieces of a message. Text that a format leaves unread is content."""
 
     def __init__(self, format: Format) -> None:
+        self.places: list[tuple[int, int]] = []
+        """Of the last pieces; see ``TextReader``."""
         self._reader = TextReader()
         self._steps = self._all_of(format)
         self._is_done = False
@@ -582,4 +595,5 @@ class MessageParser:
 
     def _taken(self) -> list[Piece]:
         pieces, self._reader.pieces = self._reader.pieces, []
+        self.places, self._reader.places = self._reader.places, []
         return joined(pieces)

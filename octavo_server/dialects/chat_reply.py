@@ -93,6 +93,8 @@ class ChatReply:
         self.choice: GeneratedChoice = generation.choices[0]
         self.logprobs: list[TokenLogprobs] = []
         """Of the tokens that pieces were made of, if they were asked for, until whoever shows them takes them out."""
+        self.places: list[tuple[int, int]] = []
+        """Where the texts of the last pieces begin and end in the complete text."""
         if body.return_token_ids:
             self.choice.output_tokens = []
         tools = tools_of(body, services)
@@ -105,7 +107,11 @@ class ChatReply:
         text, _, logprobs = self.choice.take()
         self.logprobs += logprobs
         if self._message is not None:
-            return self._message.pieces(text, self.choice.finish_reason)
+            pieces = self._message.pieces(text, self.choice.finish_reason)
+            self.places = self._message.places
+            return pieces
+        start = self.places[0][1] if self.places else 0
+        self.places = [(start, start + len(text))]
         return [Text("content", text)] if text else []
 
 

@@ -203,6 +203,8 @@ class ChatMessage:
         """Whether the stream has the beginning of a call."""
         self.reasoning = ""
         """All reasoning text so far."""
+        self.places: list[tuple[int, int]] = []
+        """Where the texts of the last pieces begin and end in the complete text."""
 
     def pieces(self, text: str, finish_reason: str | None) -> list[Piece]:
         """Pieces that became certain with ``text``; only the first call unless parallel calls are allowed.
@@ -210,9 +212,13 @@ class ChatMessage:
         ``finish_reason`` is ``None`` while more text may come.
         """
         is_last, is_cut = finish_reason is not None, finish_reason == "length"
-        found = self._parser.push(text) if self._is_streamed or not is_last else []
+        found: list[Piece] = []
+        self.places = []
+        if self._is_streamed or not is_last:
+            found, self.places = self._parser.push(text), self._parser.places
         if is_last:
             last = self._parser.finish(is_cut, "" if self._is_streamed else text)
+            self.places += self._parser.places
             found += self._without_markup(last) if is_cut and self._input is None else last
         if self._input is not None:
             found = self._with_input(found, self._input, finish_reason)

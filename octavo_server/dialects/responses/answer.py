@@ -5,12 +5,15 @@ https://platform.openai.com/docs/api-reference/responses-streaming
 
 from __future__ import annotations
 
+import codecs
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Mapping
+from collections import deque
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from typing import Any
 
 from octavo.errors import RequestError
+from octavo.types import TokenLogprobs
 from octavo_server.dialects.chat_reply import ChatReply
 from octavo_server.dialects.openai.answer_parts import TokenNames, chat_logprobs
 from octavo_server.dialects.responses.body import ResponseBody
@@ -18,6 +21,7 @@ from octavo_server.dialects.responses.events import ResponseEvents
 from octavo_server.dialects.responses.records import Record
 from octavo_server.generation import GeneratedChoice, Generation
 from octavo_server.http.sse import EventStream
+from octavo_server.services import ModelServices
 
 
 def begun(body: ResponseBody, model: str, sampling_defaults: Mapping[str, float], is_parallel: bool) -> dict[str, Any]:
@@ -100,16 +104,65 @@ def end_status(choice: GeneratedChoice) -> str:
     return "incomplete" if choice.finish_reason == "length" else "completed"
 
 
+class TextLogprobs:
+    """Log-probabilities of the tokens that texts were made of, without those of calls and of marks around them."""
+
+    def __init__(self, services: ModelServices, skips_special_tokens: bool, num_top: int) -> None:
+        self._names = TokenNames(services.tokenizer, as_ids=False)
+        self._num_top = num_top
+        self._hidden = frozenset[int]()
+        """Special tokens that the text omits."""
+        if services.tokenizer is not None and skips_special_tokens:
+            self._hidden = services.tokenizer.special_token_ids - services.message_format.shown_ids
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._end = 0
+        """Of the last token, in characters of the complete text."""
+        self._tokens: deque[tuple[int, int, TokenLogprobs]] = deque()
+        """Where tokens that no text was made of yet begin and end."""
+        self._places: deque[tuple[int, int]] = deque()
+        """Where texts begin and end that were not taken yet."""
+
+    def add(self, tokens: Iterable[TokenLogprobs], places: Iterable[tuple[int, int]]) -> None:
+        """The tokens that came since, and the places in the complete text of the pieces that will be taken."""
+        for entry in tokens:
+            data = b"" if entry.token_id in self._hidden else self._names.bytes(entry.token_id)
+            if data:
+                start, self._end = self._end, self._end + len(self._decoder.decode(data))
+                # A token that ends inside a character has a part in it.
+                self._tokens.append((start, self._end + bool(self._decoder.getstate()[0]), entry))
+        self._places += places
+
+    def take(self, length: int) -> list[dict[str, Any]]:
+        """Those of the next text, of ``length`` characters. A token with parts in two texts counts for the first."""
+        found = []
+        while length:
+            start, end = self._places.popleft()
+            if end - start > length:
+                self._places.appendleft((start + length, end))
+                end = start + length
+            length -= end - start
+            while self._tokens and self._tokens[0][0] < end:
+                _, token_end, entry = self._tokens.popleft()
+                if token_end > start:
+                    found.append(entry)
+        shown: list[dict[str, Any]] = chat_logprobs(found, self._names, self._num_top)["content"]
+        return shown
+
+
 class ResponseAnswer:
     """Renders one reply as a response object and as events."""
 
-    def __init__(self, record: Record, names: TokenNames | None, reply: ChatReply) -> None:
-        """``names`` are for log-probabilities, if they are asked for: such a stream cannot be read again."""
+    def __init__(self, record: Record, logprobs: TextLogprobs | None, reply: ChatReply) -> None:
+        """``logprobs`` are there if they are asked for: such a stream cannot be read again."""
         self.response, self.id = record.response, record.id
-        self._names = names
+        self._logprobs = logprobs
         self._reply = reply
-        self._events = ResponseEvents(record.response)
-        record.deltas = self._events.deltas if names is None else None
+        if logprobs is None:
+            self._events = ResponseEvents(record.response)
+            record.deltas = self._events.deltas
+        else:
+            self._events = ResponseEvents(record.response, take_logprobs=logprobs.take)
+            record.deltas = None
 
     def unstreamed(self, choices: list[GeneratedChoice]) -> dict[str, Any]:
         """The final response object, once the choice is finished."""
@@ -118,21 +171,15 @@ class ResponseAnswer:
 
     def frames(self, choice: GeneratedChoice) -> bytes:
         """The events for new output."""
-        data = self._events.frames(self._reply.pieces(), self._take_logprobs())
+        pieces = self._reply.pieces()
+        if self._logprobs is not None:
+            self._logprobs.add(self._reply.logprobs, self._reply.places)
+            self._reply.logprobs.clear()
+        data = self._events.frames(pieces)
         if choice.finish_reason is not None:
             data += self._events.close(end_status(choice))
             ended(self.response, choice)
         return data
-
-    def _take_logprobs(self) -> list[dict[str, Any]]:
-        """Those of the tokens that pieces were made of."""
-        if self._names is None:
-            return []
-        found: list[dict[str, Any]] = chat_logprobs(self._reply.logprobs, self._names, self.response["top_logprobs"])[
-            "content"
-        ]
-        self._reply.logprobs.clear()
-        return found
 
     def last_frames(self) -> bytes:
         """The final event, once the choice is finished."""

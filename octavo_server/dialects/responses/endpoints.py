@@ -9,9 +9,8 @@ from starlette.responses import Response
 
 from octavo.errors import InvalidParameter, Unavailable
 from octavo_server.dialects.chat_reply import Translated, chat_request, num_prompt_tokens, submission
-from octavo_server.dialects.openai.answer_parts import TokenNames
 from octavo_server.dialects.openai.render import generate_bodies
-from octavo_server.dialects.responses.answer import ResponseAnswer, ResponseStream, begun
+from octavo_server.dialects.responses.answer import ResponseAnswer, ResponseStream, TextLogprobs, begun
 from octavo_server.dialects.responses.background import BackgroundResponses
 from octavo_server.dialects.responses.background_stream import LiveResponse, event_stream, position
 from octavo_server.dialects.responses.body import PATH, ResponseBody, check, decoder, translated, without_effect
@@ -51,8 +50,8 @@ async def _translate(body: ResponseBody, services: ModelServices, request: Reque
         return json_response(record.response, headers)
     stored = partial(keep, services.server, caller, record)
     stream = partial(ResponseStream, keep=stored)
-    names_of_tokens = TokenNames(services.tokenizer, as_ids=False) if chat.logprobs else None
-    answer = partial(ResponseAnswer, record, names_of_tokens)
+    logprobs = TextLogprobs(services, body.skip_special_tokens, body.top_logprobs) if chat.logprobs else None
+    answer = partial(ResponseAnswer, record, logprobs)
     return submission(services, chat, request, answer, stream, names, keep=stored)
 
 

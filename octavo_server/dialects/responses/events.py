@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import math
 import re
-import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from octavo.text.message_parser import Call, CallProgress, Piece, Text
@@ -25,16 +24,21 @@ PART_TYPES = {"message": "output_text", "reasoning": "reasoning_text"}
 class ResponseEvents:
     """Adds pieces to the output of a response object, and renders the events that report them."""
 
-    def __init__(self, response: dict[str, Any], after: float = -1) -> None:
-        """``response`` has no output yet. Events with numbers up to ``after`` are left out."""
+    def __init__(
+        self,
+        response: dict[str, Any],
+        after: float = -1,
+        take_logprobs: Callable[[int], list[dict[str, Any]]] = lambda length: [],
+    ) -> None:
+        """``response`` has no output yet. Events with numbers up to ``after`` are left out. ``take_logprobs`` gives the
+        log-probabilities of the next text, by its length."""
         self.response = response
         self.deltas: list[int] = []
         """Length of the text in each delta so far; see ``pieces_of``."""
         self.number = 0
         """Of the next event."""
         self._after = after
-        self._logprobs: list[tuple[dict[str, Any] | None, bytes]] = []
-        """Of tokens whose text is not shown yet, with their bytes; ``None`` for the rest of a token that was shown."""
+        self._take_logprobs = take_logprobs
         self._call_types = CallTypes(response["tools"])
         self._is_begun = self._is_in_progress = False
         self._is_open = False
@@ -61,9 +65,8 @@ class ResponseEvents:
         self.response["status"] = "in_progress"
         return data + self._event("response.in_progress", response=self.response)
 
-    def frames(self, pieces: Iterable[Piece], logprobs: Iterable[dict[str, Any]] = ()) -> bytes:
-        """The events of further output, and of the tokens that came since, ``logprobs``."""
-        self._logprobs += [(entry, bytes(entry["bytes"])) for entry in logprobs]
+    def frames(self, pieces: Iterable[Piece]) -> bytes:
+        """The events of further output."""
         return self.start() + b"".join([event for piece in pieces for event in self._piece(piece)])
 
     def close(self, status: str) -> bytes:
@@ -82,7 +85,6 @@ class ResponseEvents:
 
     def _piece(self, piece: Piece) -> Iterator[bytes]:
         if not isinstance(piece, Text):
-            self._logprobs = []
             yield from self._call(piece)
             return
         kind = "message" if piece.kind == "content" else "reasoning"
@@ -94,25 +96,11 @@ class ResponseEvents:
         part, extra = item["content"][0], dict[str, Any]()
         part["text"] += piece.text
         self.deltas.append(len(piece.text))
-        logprobs = self._take_logprobs(piece.text.encode()) if self._logprobs else []
+        logprobs = self._take_logprobs(len(piece.text))
         if kind == "message":
             part["logprobs"] += logprobs
             extra["logprobs"] = logprobs
         yield self._event(f"response.{PART_TYPES[kind]}.delta", **self._place(), delta=piece.text, **extra)
-
-    def _take_logprobs(self, text: bytes) -> list[dict[str, Any]]:
-        """Those of the tokens that wrote ``text``, or of all if they wrote other bytes. Those before it are dropped."""
-        start = b"".join([rest for _, rest in self._logprobs]).find(text)
-        start, end, place = max(start, 0), sys.maxsize if start < 0 else start + len(text), 0
-        found, left = [], []
-        for entry, rest in self._logprobs:
-            begin, place = place, place + len(rest)
-            if begin < end and place > start and entry is not None:
-                found.append(entry)
-            if place > end:
-                left.append((entry if begin >= end else None, rest[max(0, end - begin) :]))
-        self._logprobs = left
-        return found
 
     def _open(self, kind: str) -> Iterator[bytes]:
         """Begin an output item with one text part."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,6 +25,7 @@ HERMES = (
     "{% for m in messages %}{{ m.role }}:{{ m.content }}{% if m.tool_calls %}{{ m.tool_calls | tojson }}{% endif %}"
     "{% if m.reasoning_content %}({{ m.reasoning_content }}){% endif %};{% endfor %}"
 )
+HARMONY = {"tool_call_parser": "openai"}
 CALLS = '<think>Two and two.</think>I add.\n<tool_call>\n{"name": "add", "arguments": {"a": 2}}\n</tool_call>'
 
 
@@ -339,6 +341,49 @@ def test_log_probabilities_are_those_of_the_text_alone(serve_app: Any) -> None:
     for part in (done, whole):
         assert part["text"] == "Yes\xe9"
         assert [byte for each in part["logprobs"] for byte in each["bytes"]] == [*"Yes\xe9".encode()]
+
+
+MARKS = ("<|channel|>", "<|message|>", "<|end|>", "<|start|>", "<|call|>", "<think>", "</think>")
+IDS = {mark: IM_END + 1 + place for place, mark in enumerate(MARKS)}
+
+
+def marked(text: str) -> list[int]:
+    """Tokens of ``text``: its marks, and the bytes between them."""
+    parts = re.split("(" + "|".join(map(re.escape, MARKS)) + ")", text)
+    return [token for part in parts for token in ([IDS[part]] if part in IDS else part.encode())]
+
+
+@pytest.mark.parametrize(
+    ("text", "settings", "shown"),
+    [
+        ("<|channel|>final<|message|>a", HARMONY, ["a"]),
+        ("<|channel|>final<|message|>final", HARMONY, ["final"]),
+        ("<|channel|>analysis<|message|>a or b<|end|><|start|>assistant<|channel|>final<|message|>a", HARMONY, ["a"]),
+        (
+            "<|channel|>commentary<|message|>an<|end|><|start|>assistant<|channel|>commentary to=functions.add"
+            "<|message|>{}<|call|><|start|>assistant<|channel|>final<|message|>n",
+            HARMONY,
+            ["an", "n"],
+        ),
+        ("<think>\n\n</think>\n\nin fact", {"reasoning_parser": "qwen3"}, ["in fact"]),
+        ("<think>i</think>\n i \n</think> \nk", {"reasoning_parser": "qwen3"}, ["i \n \nk"]),
+        ("think, channel", {}, ["think, channel"]),
+    ],
+)
+def test_log_probabilities_of_letters_that_marks_have_too(
+    serve_app: Any, text: str, settings: dict[str, Any], shown: list[str]
+) -> None:
+    engine = InProcessEngine(lambda request: [*marked(text), IM_END])
+    served = serve_app(engine, tokenizer=byte_tokenizer(more_special=MARKS), **settings)
+    asked: Any = {"include": ["message.output_text.logprobs"], "max_output_tokens": 120, "tools": TOOLS}
+    events = list(client(served).responses.create(model="test", input="Hi", stream=True, **asked))
+    deltas = [event.to_dict() for event in events if event.type == "response.output_text.delta"]
+    assert [[each["token"] for each in delta["logprobs"]] for delta in deltas] == [[*each["delta"]] for each in deltas]
+    whole = post(served, **asked).json()
+    for output in (events[-1].to_dict()["response"]["output"], whole["output"]):
+        parts = [item["content"][0] for item in output if item["type"] == "message"]
+        assert [part["text"] for part in parts] == shown
+        assert ["".join(each["token"] for each in part["logprobs"]) for part in parts] == shown
 
 
 def test_sampling_is_that_of_chat_completions(serve_app: Any) -> None:
