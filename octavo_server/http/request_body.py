@@ -18,7 +18,7 @@ import re
 import sys
 import time
 import zlib
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping
 from decimal import Decimal
 from functools import cached_property
 from types import MappingProxyType
@@ -148,6 +148,7 @@ T = TypeVar("T", bound=msgspec.Struct)
 Decoded = TypeVar("Decoded")
 
 _raw_fields = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_any_list = msgspec.json.Decoder(list[msgspec.Raw] | None)
 _any_value = msgspec.json.Decoder()
 
 
@@ -164,6 +165,7 @@ class BodyDecoder(Generic[T]):
     false, "", [] and {} never have one); any other value is an error. ``accepted`` names fields without an effect on
     the answer. ``ignored`` names fields that are ignored and reported to the client, with their neutral values.
     ``options`` names further fields with types and defaults; their values are together in the field ``sampling``.
+    ``bodies`` names a field with a list of bodies, each of which may have as many containers as one alone.
     """
 
     def __init__(
@@ -173,12 +175,14 @@ class BodyDecoder(Generic[T]):
         accepted: frozenset[str] = frozenset(),
         ignored: Mapping[str, tuple[Any, ...]] = MappingProxyType({}),
         options: Mapping[str, tuple[type[int] | type[float] | type[bool], Any]] = MappingProxyType({}),
+        bodies: str | None = None,
     ) -> None:
         self.kind = kind
         self.refused = refused
         self.accepted = accepted
         self.ignored = ignored
         self.options = options
+        self.bodies = bodies
         own = get_type_hints(kind, include_extras=True)
         hints: dict[str, Any] = {name: hint for name, hint in own.items() if name != GATHERED}
         hints |= {name: kind for name, (kind, _) in options.items()}
@@ -197,11 +201,18 @@ class BodyDecoder(Generic[T]):
         if not body or body.isspace():
             raise MalformedJSON("The body is empty; it must be a JSON object.")
         is_small = len(body) <= SMALL_BYTES and body.count(b"[") + body.count(b"{") <= MAX_DEPTH
-        size = None if is_small else _bounded_size(body, max_model_len)
+        max_containers = MAX_CONTAINERS + CONTAINERS_PER_TOKEN * max_model_len
+        max_of_all = max_containers if self.bodies is None else sys.maxsize
+        size = None if is_small else _bounded_size(body, MAX_VALUES + max_model_len, max_of_all)
         fields = _split(body)
         if size is not None and size.depth > MAX_DEPTH + 1:
             raise _too_deep(next(name for name, raw in fields.items() if measure(bytes(raw)).depth > MAX_DEPTH))
-        _check_names(body, fields, None if size is None else size.num_members)
+        texts = list(fields.items())
+        if self.bodies is not None and self.bodies in fields:
+            texts = [each for each in texts if each[0] != self.bodies]
+            texts += _bounded_parts(self.bodies, fields[self.bodies], max_containers)
+        num_left = (num_members(body) if size is None else size.num_members) - len(fields)
+        _check_names(body, texts, num_left)
         values: dict[str, Any] = {}
         gathered: dict[str, Any] = {}
         ignored_fields: list[str] = []
@@ -269,19 +280,26 @@ def _asks(value: Any, defaults: tuple[Any, ...]) -> bool:
     return value not in ASKS_NOTHING and value not in defaults
 
 
-def _bounded_size(body: bytes, max_model_len: int) -> Size:
-    """The size of ``body``. Raises ``RequestTooLarge``, before decoding, when decoding would cost too much."""
-    max_values = MAX_VALUES + max_model_len
-    max_containers = MAX_CONTAINERS + CONTAINERS_PER_TOKEN * max_model_len
-    size = measure(body, max_values, max_containers)
+def _bounded_size(text: bytes, max_values: int, max_containers: int, subject: str = "The body") -> Size:
+    """The size of ``text``. Raises ``RequestTooLarge``, before decoding, when decoding would cost too much."""
+    size = measure(text, max_values, max_containers)
     if size.num_values > max_values:
-        raise RequestTooLarge(f"The body has more than {max_values} values, the most that this server accepts.")
+        raise RequestTooLarge(f"{subject} has more than {max_values} values, the most that this server accepts.")
     if size.num_containers > max_containers:
         message = (
-            f"The body has more than {max_containers} objects, arrays and fields, the most that this server accepts."
+            f"{subject} has more than {max_containers} objects, arrays and fields, the most that this server accepts."
         )
         raise RequestTooLarge(message)
     return size
+
+
+def _bounded_parts(name: str, raw: msgspec.Raw, max_containers: int) -> Iterator[tuple[str, msgspec.Raw]]:
+    """The elements of the list ``raw``, each with ``name``. Raises ``RequestTooLarge`` for the first that has more
+    containers than that."""
+    for place, part in enumerate(_decode(name, raw, _any_list) or ()):
+        if len(bytes(part)) > SMALL_BYTES:
+            _bounded_size(bytes(part), sys.maxsize, max_containers, f"'{name}[{place}]'")
+        yield name, part
 
 
 def _split(body: bytes) -> dict[str, msgspec.Raw]:
@@ -297,14 +315,14 @@ def _split(body: bytes) -> dict[str, msgspec.Raw]:
         raise MalformedJSON("The body is not valid UTF-8.") from None
 
 
-def _check_names(body: bytes, fields: dict[str, msgspec.Raw], num_all: int | None) -> None:
-    """Raise ``InvalidParameter`` if an object of the body, at any depth, has a name twice. ``num_all``: see ``Size``.
+def _check_names(body: bytes, texts: Iterable[tuple[str, msgspec.Raw]], num_left: int) -> None:
+    """Raise ``InvalidParameter`` if an object of the body, at any depth, has a name twice.
 
+    ``texts`` are the values of its fields, or parts of one, and ``num_left`` the members that these should have.
     Decoders differ in which value counts, so another program that checks requests could see another one. Decoding
     drops one of the two, so there are then fewer names than members in the text.
     """
-    num_left = (num_members(body) if num_all is None else num_all) - len(fields)
-    for name, raw in fields.items():
+    for name, raw in texts:
         if not num_left:
             return
         text = bytes(raw)

@@ -65,12 +65,12 @@ class MessageBatchBody(msgspec.Struct, kw_only=True):
     requests: list[BatchedMessage]
 
 
-decoder = BodyDecoder(MessageBatchBody)
+decoder = BodyDecoder(MessageBatchBody, bodies="requests")
 
 
 async def create_message_batch(request: Request) -> Response:
     _, body, headers = await server_of(request).read(request, decoder)
-    _check(body.requests)
+    await asyncio.to_thread(_check, body.requests)
     id = f"{PREFIX}{uuid.uuid4().hex}"
     with tempfile.TemporaryFile() as content:
         await asyncio.to_thread(_write, body.requests, content)

@@ -9,6 +9,10 @@ from typing import Any
 
 import pytest
 
+from octavo.errors import InvalidParameter, RequestTooLarge
+from octavo_server.dialects.anthropic.message_batches import decoder
+from octavo_server.dialects.batches.runner import MAX_LINES
+from octavo_server.http.request_body import MAX_CONTAINERS
 from tests.server.anthropic.test_messages import MESSAGES, client
 from tests.server.conftest import Served
 from tests.server.in_process import ANSWER, InProcessEngine, byte_tokenizer
@@ -94,6 +98,21 @@ def test_what_is_refused(server: Served, body: Any, words: str) -> None:
     assert answer.status_code == 400
     error = answer.json()["error"]
     assert (error["type"], words in error["message"]) == ("invalid_request_error", True), error["message"]
+
+
+def test_each_request_is_bounded_as_one_of_its_own() -> None:
+    """By its objects, arrays and fields, of which fifty thousand small ones have more together."""
+    params = json.dumps(requests(1)[0]["params"])
+    many = ",".join(f'{{"custom_id": "{i}", "params": {params}}}' for i in range(MAX_LINES))
+    assert len(decoder.read(f'{{"requests": [{many}]}}'.encode())[0].requests) == MAX_LINES
+    body = {"requests": requests(9)}
+    body["requests"][7]["params"] = {"messages": [[]] * MAX_CONTAINERS}
+    with pytest.raises(RequestTooLarge, match=r"'requests\[7\]' has more than 131072 objects"):
+        decoder.read(json.dumps(body).encode())
+    body["requests"][7] = requests(1)[0]
+    twice = json.dumps(body).encode().replace(b'"max_tokens"', b'"model": "other", "max_tokens"', 1)
+    with pytest.raises(InvalidParameter, match="the name 'model' twice"):
+        decoder.read(twice)
 
 
 def test_what_is_unfinished_is_cancelled(serve_app: Any) -> None:
