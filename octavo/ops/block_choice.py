@@ -50,11 +50,22 @@ class RowPlaces(NamedTuple):
         is_real_T = is_real_T & (slots_T >= 0)
         return RowPlaces(seqs_T, positions_T.where(is_real_T, 0), is_real_T, tables_SB, cache.keys.shape[2])
 
+    def part(self, own: slice) -> RowPlaces:
+        """Those of some rows."""
+        rows = self.seqs_T[own], self.positions_T[own], self.is_real_T[own]
+        return RowPlaces(*rows, self.tables_SB, self.block_size)
+
     def slots(self, positions_TX: Tensor) -> Tensor:
         """Where positions [T, X] of the rows' sequences are cached; those behind a row's own are its own."""
         known_TX = positions_TX.minimum(self.positions_T[:, None])
         blocks_TX = self.tables_SB[self.seqs_T[:, None], known_TX // self.block_size].long()
         return (blocks_TX * self.block_size + known_TX % self.block_size).where(self.is_real_T[:, None], 0)
+
+    def units(self, blocks_TX: Tensor, size: int, unit: int) -> Tensor:
+        """Where blocks of ``size`` positions [T, X] are cached, int64 [T, X size / unit], counted in units of so many
+        positions, which divide both a block and one of the cache; for units behind a row's position any."""
+        starts_TXE = blocks_TX.unsqueeze(2) * size + torch.arange(0, size, unit, device=blocks_TX.device)
+        return self.slots(starts_TXE.flatten(1)) // unit
 
 
 @op
@@ -127,10 +138,12 @@ def chosen_keys(chosen_TC: Tensor, cache: LayerCache, rows: PagedRows, size: int
     """The positions of the chosen blocks, and those behind all complete ones."""
     places = RowPlaces.of(cache, rows, num_rows)
     blocks_TC, lens_T1 = _with_open(chosen_TC, places, size)
-    positions_TCB = blocks_TC.unsqueeze(2) * size + torch.arange(size, device=chosen_TC.device)
+    unit = math.gcd(places.block_size, size)
+    firsts_TE1 = (places.units(blocks_TC, size, unit) * unit).int().unsqueeze(2)
+    slots_TEU = firsts_TE1 + torch.arange(unit, dtype=torch.int32, device=chosen_TC.device)
     starts = rows.cu_seqlens_q[-1].clamp(max=torch.arange(num_rows + 1, device=chosen_TC.device)).int()
     lens_T = lens_T1[:, 0].where(places.is_real_T, 0)
-    return ChosenKeys(places.slots(positions_TCB.flatten(1)).int(), lens_T.int(), starts)
+    return ChosenKeys(slots_TEU.flatten(1), lens_T.int(), starts)
 
 
 def attend_in_order(
@@ -155,11 +168,7 @@ def attend_in_order(
     if is_gpu(qkv_TW):  # kernels of CPUs do not round queries: a row's bits are those of ``attention`` over all blocks
         q_TNH = q_TNH.to(qkv_TW.dtype)
     places, unit = RowPlaces.of(cache, rows, T), math.gcd(S, size)
-    starts_TKCE = blocks_TKC.unsqueeze(3) * size + torch.arange(0, size, unit, device=qkv_TW.device)
-    slots_TKE = (places.slots(starts_TKCE.flatten(1)) // unit).view(T, blocks_TKC.shape[1], -1)
-    parts = S // unit
-    of_heads_K1 = torch.arange(K, device=qkv_TW.device)[:, None]
-    tables_TKE = ((slots_TKE // parts) * K + of_heads_K1) * parts + slots_TKE % parts
+    parts, of_heads_K1 = S // unit, torch.arange(K, device=qkv_TW.device)[:, None]
     lens_TK = lens_TK.expand(T, K).where(places.is_real_T[:, None], 0).int()
     layout = HeadLayout(heads.num_heads // K, 1, H, heads.scale, shares_cache=True)
     if cache.scales is not None:
@@ -170,7 +179,9 @@ def attend_in_order(
     found = q_TNH.new_empty(T * K, heads.num_heads // K * H)
     for first in range(0, T, max(1, MOST_PAIRS // K)):
         own = slice(first, min(T, first + max(1, MOST_PAIRS // K)))
-        tables = tables_TKE[own].flatten(0, 1).int()
+        units_QE = places.part(own).units(blocks_TKC[own].flatten(1), size, unit)
+        units_QKE = units_QE.view(len(units_QE), blocks_TKC.shape[1], -1)
+        tables = (((units_QKE // parts) * K + of_heads_K1) * parts + units_QKE % parts).flatten(0, 1).int()
         numbers = torch.arange(len(tables) + 1, device=qkv_TW.device)
         alone = replace(
             rows,

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from octavo import ops
 from octavo.ops.attention import HeadLayout, KVScales, LayerCache, store_kv
@@ -41,6 +42,27 @@ def test_positions_of_chosen_blocks_and_those_behind_them(shape: Shape) -> None:
             t += 1
     assert not keys.counts_T[t:].any()
     assert keys.starts.tolist() == [min(i, t) for i in range(len(step.q_TNW) + 1)]
+
+
+class Largest(TorchDispatchMode):
+    """Numbers of the largest tensor of int64 that is made."""
+
+    numbers = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = function(*args, **(kwargs or {}))
+        if isinstance(found, torch.Tensor) and found.dtype == torch.int64 and found.untyped_storage().nbytes():
+            self.numbers = max(self.numbers, found.untyped_storage().nbytes() // 8)
+        return found
+
+
+def test_no_tensor_of_long_integers_has_each_position_of_chosen_blocks() -> None:
+    """Where blocks of the cache are as long: rows have thousands of positions each."""
+    step = Step(SHAPES["a prompt"], 16)
+    chosen_TC = ops.choose_blocks(step.q_TNW, step.cache, step.rows, 16, COUNT)
+    with Largest() as largest:
+        keys = chosen_keys(chosen_TC, step.cache, step.rows, 16, len(step.q_TNW))
+    assert largest.numbers <= len(step.q_TNW) * (COUNT + 1) < keys.slots_TK.numel()
 
 
 def complete(step: Step, chosen_TC: torch.Tensor, size: int) -> list[list[int]]:

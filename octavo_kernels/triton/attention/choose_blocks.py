@@ -1,9 +1,10 @@
-"""``choose_blocks`` for CUDA devices: a score of each row and block in one launch, and a sort of these.
+"""``choose_blocks`` for CUDA devices: a score of each block for some rows in one launch, and a sort of these.
 
 The bits of a score are turned into those of an integer in its order. The number of the block, counted from the end, is
 beside it: no two are equal.
 
-Shapes: T rows, N heads and W width of the indexer, B blocks of a context; a program's heads M, numbers C and blocks G.
+Shapes: T rows, Q rows at once, N heads and W width of the indexer, B blocks of a context; a program's heads M, numbers
+C and blocks G.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from torch import Tensor
 from octavo.ops.attention import MAX_SCRATCH, LayerCache, PagedRows
 from octavo.ops.block_choice import RowPlaces, choose_blocks
 from octavo.ops.cache_rows import unpack_rows
+from octavo.ops.sparse_attention import MOST_SCORES
 from octavo_kernels.triton.attention.cached_rows import is_packed
 from octavo_kernels.triton.launch import after_predecessor, declines_floats, empty_indices, launch
 
@@ -37,52 +39,54 @@ def choose_blocks_triton(
     most, none = max(1, min(count, num_blocks)), places.tables_SB.shape[1] * places.block_size
     if not num_blocks or not T:
         return torch.full((T, most), none, dtype=torch.int64, device=q_TNW.device)
-    if is_packed(cache.index):
-        ranks_TB = _packed_ranks(q_TNW, cache.index, places, size, num_blocks, weights_TN)
-    else:
-        ranks_TB = empty_indices(T * num_blocks, torch.int64, q_TNW.device).view(T, num_blocks)
-        launch(
-            _rank_kernel, (T, triton.cdiv(num_blocks, BLOCKS)), q_TNW.contiguous(), cache.index, places.tables_SB,
-            places.seqs_T, places.positions_T, None if weights_TN is None else weights_TN.contiguous(), ranks_TB,
-            num_blocks, places.tables_SB.shape[1], N=N, W=W, SIZE=size, BLOCK_SIZE=places.block_size, BLOCKS=BLOCKS,
-            HEADS=max(16, triton.next_power_of_2(N)), WIDTH=max(16, triton.next_power_of_2(W)),
-        )  # fmt: skip
-    best_TC = ranks_TB.topk(most, dim=1).values
-    return torch.where(best_TC == NONE, none, LAST - (best_TC & LAST)).sort(dim=1).values
+    has_wide, q_TNW = is_packed(cache.index), q_TNW.contiguous()
+    weights_TN = None if weights_TN is None else weights_TN.contiguous()
+    at_once = max(1, min(T, MAX_SCRATCH // (num_blocks * (N + W)) if has_wide else MOST_SCORES // num_blocks))
+    ranks_QB = empty_indices(0 if has_wide else at_once * num_blocks, torch.int64, q_TNW.device).view(-1, num_blocks)
+    chosen_TC = empty_indices(T * most, torch.int64, q_TNW.device).view(T, most)
+    for first in range(0, T, at_once):
+        part = slice(first, min(T, first + at_once))
+        if has_wide:
+            of_rows = None if weights_TN is None else weights_TN[part]
+            ranks_QB = _packed_ranks(q_TNW[part], cache.index, places.part(part), size, num_blocks, of_rows)
+        else:
+            launch(
+                _rank_kernel, (part.stop - first, triton.cdiv(num_blocks, BLOCKS)), q_TNW, cache.index,
+                places.tables_SB, places.seqs_T, places.positions_T, weights_TN, ranks_QB, first, num_blocks,
+                places.tables_SB.shape[1], N=N, W=W, SIZE=size, BLOCK_SIZE=places.block_size, BLOCKS=BLOCKS,
+                HEADS=max(16, triton.next_power_of_2(N)), WIDTH=max(16, triton.next_power_of_2(W)),
+            )  # fmt: skip
+        best_QC = ranks_QB[: part.stop - first].topk(most, dim=1).values
+        chosen_TC[part] = torch.where(best_QC == NONE, none, LAST - (best_QC & LAST)).sort(dim=1).values
+    return chosen_TC
 
 
 def _packed_ranks(
-    q_TNW: Tensor, index: Tensor, places: RowPlaces, size: int, num_blocks: int, weights_TN: Tensor | None
+    q_QNW: Tensor, index: Tensor, places: RowPlaces, size: int, num_blocks: int, weights_QN: Tensor | None
 ) -> Tensor:
-    """The same of keys of 8 or 4 bits, which are made wide before, some rows at a time."""
-    (T, N, W), numbers_B = q_TNW.shape, torch.arange(num_blocks, device=q_TNW.device)
-    found = []
-    for part in torch.split(torch.arange(T, device=q_TNW.device), max(1, MAX_SCRATCH // (num_blocks * (N + W)))):
-        own = places._replace(
-            seqs_T=places.seqs_T[part], positions_T=places.positions_T[part], is_real_T=places.is_real_T[part]
-        )
-        ends_QB = (numbers_B * size + size - 1).expand(len(part), num_blocks)
-        keys_QBW = unpack_rows(index.flatten(0, 2)[own.slots(ends_QB)], W).float()
-        parts_QNB = (q_TNW[part].float() @ keys_QBW.mT).relu_()
-        if weights_TN is not None:
-            parts_QNB *= weights_TN[part][:, :, None]
-        bits_QB = (parts_QNB.sum(dim=1) + 0.0).view(torch.int32)
-        order_QB = bits_QB ^ ((bits_QB >> 31) & 0x7FFFFFFF)
-        ranks_QB = order_QB.long() << 32 | LAST - numbers_B
-        found.append(ranks_QB.masked_fill(ends_QB > own.positions_T[:, None], NONE))
-    return torch.cat(found)
+    """The ranks of blocks for rows at these places, of keys of 8 or 4 bits, which are made wide before."""
+    (Q, _, W), numbers_B = q_QNW.shape, torch.arange(num_blocks, device=q_QNW.device)
+    ends_QB = (numbers_B * size + size - 1).expand(Q, num_blocks)
+    keys_QBW = unpack_rows(index.flatten(0, 2)[places.slots(ends_QB)], W).float()
+    parts_QNB = (q_QNW.float() @ keys_QBW.mT).relu_()
+    if weights_QN is not None:
+        parts_QNB *= weights_QN[:, :, None]
+    bits_QB = (parts_QNB.sum(dim=1) + 0.0).view(torch.int32)
+    order_QB = bits_QB ^ ((bits_QB >> 31) & 0x7FFFFFFF)
+    ranks_QB = order_QB.long() << 32 | LAST - numbers_B
+    return ranks_QB.masked_fill(ends_QB > places.positions_T[:, None], NONE)
 
 
-@triton.jit(do_not_specialize=["num_blocks", "table_width"])
+@triton.jit(do_not_specialize=["first", "num_blocks", "table_width"])
 def _rank_kernel(
     q_ptr: tl.tensor, index_ptr: tl.tensor, tables_ptr: tl.tensor, seqs_ptr: tl.tensor, positions_ptr: tl.tensor,
-    weights_ptr: tl.tensor, ranks_ptr: tl.tensor, num_blocks: tl.tensor, table_width: tl.tensor, N: tl.constexpr,
-    W: tl.constexpr, SIZE: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCKS: tl.constexpr, HEADS: tl.constexpr,
-    WIDTH: tl.constexpr, PDL: tl.constexpr,
+    weights_ptr: tl.tensor, ranks_ptr: tl.tensor, first: tl.tensor, num_blocks: tl.tensor, table_width: tl.tensor,
+    N: tl.constexpr, W: tl.constexpr, SIZE: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCKS: tl.constexpr,
+    HEADS: tl.constexpr, WIDTH: tl.constexpr, PDL: tl.constexpr,
 ) -> None:  # fmt: skip
     """Ranks of some blocks for a row: their scores, and their numbers."""
     after_predecessor(PDL)
-    t = tl.program_id(0).to(tl.int64)
+    t = first + tl.program_id(0).to(tl.int64)
     b_G = tl.program_id(1) * BLOCKS + tl.arange(0, BLOCKS)
     position = tl.load(positions_ptr + t)
     end_G = b_G.to(tl.int64) * SIZE + SIZE - 1
@@ -105,4 +109,4 @@ def _rank_kernel(
         order_G = bits_G ^ ((bits_G >> 31) & 0x7FFFFFFF)
         number_G = 4294967295 - b_G.to(tl.int64)
         rank_G = tl.where(is_open_G, rank_G, (order_G.to(tl.int64) << 32) | number_G)
-    tl.store(ranks_ptr + t * num_blocks + b_G, rank_G, mask=b_G < num_blocks)
+    tl.store(ranks_ptr + tl.program_id(0).to(tl.int64) * num_blocks + b_G, rank_G, mask=b_G < num_blocks)

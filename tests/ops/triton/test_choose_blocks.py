@@ -6,10 +6,15 @@ import pytest
 import torch
 
 from octavo import ops
+from octavo_kernels.triton.attention import choose_blocks as module
 from octavo_kernels.triton.attention.choose_blocks import choose_blocks_triton
+from octavo_kernels.triton.launch import empty_indices
 from tests.ops.test_block_choice import COUNT, complete
 from tests.ops.test_sparse_attention import SHAPES, Step
 from tests.ops.triton.poison import poison_new_tensors
+
+MOST = 40
+"""Scores that are held at once, so that rows are ranked a few at a time."""
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -24,6 +29,12 @@ def test_the_same_blocks_are_chosen(
     given = step.q_TNW, step.cache, step.rows, size, COUNT
     expected, weighted = (ops.choose_blocks.reference(*given, weights) for weights in (None, step.weights_TN))
     poison_new_tensors(monkeypatch)
+    monkeypatch.setattr(module, "MOST_SCORES", MOST)
+    monkeypatch.setattr(module, "MAX_SCRATCH", MOST * 25)
+    sizes: list[int] = []
+    monkeypatch.setattr(
+        module, "empty_indices", lambda size, *args: (sizes.append(size), empty_indices(size, *args))[1]
+    )
     cache = step.cache._replace(index=step.index.to(device))
     groups = tuple(type(group)(*(x.to(device) for x in group)) for group in step.rows.groups)
     rows = type(step.rows)(groups, step.rows.cu_seqlens_q.to(device), step.rows.seq_lens_S.to(device), 1)
@@ -32,3 +43,4 @@ def test_the_same_blocks_are_chosen(
     assert complete(step, found.cpu(), size) == complete(step, expected, size)
     found = choose_blocks_triton(q_TNW, cache, rows, size, COUNT, step.weights_TN.to(device))
     assert complete(step, found.cpu(), size) == complete(step, weighted, size)
+    assert max(sizes) <= max(MOST, len(q_TNW) * COUNT)
