@@ -22,6 +22,8 @@ from octavo.ops.dispatch import op
 
 MOST_SCORES = 2**25
 """Scores that a kernel for GPUs holds at once, or those of one row."""
+MOST_ROWS = 2**16 - 1
+"""Rows that such a kernel takes at once: programs of a launch are no more along an axis that is not the first."""
 
 
 class ChosenKeys(NamedTuple):

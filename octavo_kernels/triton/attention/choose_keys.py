@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from octavo.ops.attention import LayerCache, PagedRows
-from octavo.ops.sparse_attention import MOST_SCORES, ChosenKeys, choose_keys
+from octavo.ops.sparse_attention import MOST_ROWS, MOST_SCORES, ChosenKeys, choose_keys
 from octavo_kernels.triton.attention.prefill_attention import key_blocks
 from octavo_kernels.triton.launch import after_predecessor, declines_floats, empty_indices, launch
 from octavo_kernels.triton.sampling.truncation import ordered
@@ -37,7 +37,7 @@ def choose_keys_triton(q_TNW: Tensor, weights_TN: Tensor, cache: LayerCache, row
     longest = tables_SB.shape[1] * block_size
     most, q_TNW, weights_TN = min(count, longest), q_TNW.contiguous(), weights_TN.contiguous()
     slots_TK, counts_T, starts = (empty_indices(size, torch.int32, q_TNW.device) for size in (T * most, T, T + 1))
-    at_once = max(1, min(T, MOST_SCORES // longest))
+    at_once = max(1, min(T, MOST_ROWS, MOST_SCORES // longest))
     scores = torch.empty(at_once, longest, dtype=torch.float32, device=q_TNW.device)
     bounds = None if rows.max_query_len == 1 else rows.cu_seqlens_q
     sizes = {"BLOCK_SIZE": block_size, "SEQUENCES": max(16, triton.next_power_of_2(S))}

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from octavo.ops.attention import HeadLayout, LayerCache, PagedRows, store_kv
 from octavo.ops.compressed_attention import Compression, choose_entries, compress, compressed_attention, turn_tails
-from octavo.ops.sparse_attention import MOST_SCORES
+from octavo.ops.sparse_attention import MOST_ROWS, MOST_SCORES
 from octavo_kernels.triton.attention.choose_keys import seen_by_row
 from octavo_kernels.triton.launch import after_predecessor, declines_floats, empty_indices, launch
 from octavo_kernels.triton.sampling.truncation import ordered
@@ -231,7 +231,7 @@ def choose_entries_triton(
     """See ``ops.choose_entries``; of equal scores the first are chosen."""
     (T, J, W), tables_SB = q_TJI.shape, rows.of(entries).block_tables_SB
     longest, q_TJI, weights_TJ = tables_SB.shape[1] * block_size // rate, q_TJI.contiguous(), weights_TJ.contiguous()
-    most, at_once = min(count, longest), max(1, min(T, MOST_SCORES // max(1, longest)))
+    most, at_once = min(count, longest), max(1, min(T, MOST_ROWS, MOST_SCORES // max(1, longest)))
     chosen_TE = torch.full((T, count), -1, dtype=torch.int32, device=q_TJI.device)
     ranks = empty_indices(at_once * longest, torch.int64, q_TJI.device).view(at_once, longest)
     for first in range(0, T if most else 0, at_once):

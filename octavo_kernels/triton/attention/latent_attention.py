@@ -24,7 +24,6 @@ from octavo.ops.latent_attention import LatentHeads, latent_attention
 from octavo.ops.linear import head_linear
 from octavo.ops.partial_attention import partial_latent_attention
 from octavo.ops.sparse_attention import ChosenKeys
-from octavo_kernels.triton.attention.decode_attention import MAX_PAIRS
 from octavo_kernels.triton.attention.latent_inputs import latent_inputs
 from octavo_kernels.triton.attention.latent_outputs import (
     FEW_SUMS,
@@ -149,7 +148,6 @@ def attend_single_rows(
     keys, block_tables_SB = cache.keys, rows.of(cache).block_tables_SB
     config = _config(q_TNH, FEW_HEADS if N <= 16 else MANY_HEADS)
     tiles = triton.cdiv(N, config.rows)
-    assert S * tiles <= MAX_PAIRS, f"{S} sequences of {tiles} tiles of heads are more than {MAX_PAIRS} pairs"
     most = MOST_SUMS if rows.has_long_context else FEW_SUMS
     splits = splits or max(1, min(PROGRAMS // (S * tiles), most))
     shape = (S, tiles, splits, config.rows)
@@ -158,7 +156,7 @@ def attend_single_rows(
     logs = torch.empty(shape, dtype=torch.float32, device=q_TNH.device) if is_shared else None
     # fmt: off
     launch(
-        single_rows_kernel, (splits, tiles, S),
+        single_rows_kernel, (splits * tiles * S,),  # a row whose keys are chosen is a sequence: no other axis has room
         q_TNH, keys, sums, logs, sinks_N, block_tables_SB, None if rows.max_query_len == 1 else rows.cu_seqlens_q,
         rows.seq_lens_S, scale * LOG2_E.value, block_tables_SB.stride(0), keys.stride(0), splits,
         **_constants(q_TNH, split, keys, config, part, window),
@@ -244,8 +242,10 @@ def single_rows_kernel(
     ROWS: tl.constexpr, KEYS: tl.constexpr, STAGES: tl.constexpr, WINDOW: tl.constexpr, PDL: tl.constexpr,
 ) -> None:  # fmt: skip
     """A run of keys for ROWS heads of a sequence's one row; with ``logs``, ``out`` are the sums of runs."""
-    split, seq = tl.program_id(0), tl.program_id(2)
-    head_M, d_L = tl.program_id(1) * ROWS + tl.arange(0, ROWS), tl.arange(0, LP)
+    TILES: tl.constexpr = tl.cdiv(N, ROWS)
+    split, of_split = tl.program_id(0) % max_splits, tl.program_id(0) // max_splits
+    tile, seq = of_split % TILES, of_split // TILES
+    head_M, d_L = tile * ROWS + tl.arange(0, ROWS), tl.arange(0, LP)
     # What was uploaded for the step is of kernels long before.
     row, length = single_row(seq, seq >= 0, cu_seqlens_ptr, seq_lens_ptr)
     length = part_count(length, RANK, PARTS)
@@ -268,7 +268,7 @@ def single_rows_kernel(
         )  # fmt: skip
         to_M = row * N + head_M
         if logs_ptr is not None:
-            part = (seq.to(tl.int64) * tl.num_programs(1) + tl.program_id(1)) * max_splits + split
+            part = of_split.to(tl.int64) * max_splits + split
             to_M = part * ROWS + tl.arange(0, ROWS)
             tl.store(logs_ptr + to_M, peak_M + tl.log2(total_M))
         mean_ML = (acc_ML / total_M[:, None]).to(out_ptr.dtype.element_ty)

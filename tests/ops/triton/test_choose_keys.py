@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
+from octavo.ops.attention import GroupRows
 from octavo.ops.latent_attention import latent_attention
 from octavo.ops.sparse_attention import ChosenKeys, choose_keys
 from octavo_kernels.triton.attention import choose_keys as module
+from octavo_kernels.triton.attention import latent_attention as latent
 from octavo_kernels.triton.attention.choose_keys import choose_keys_triton
-from octavo_kernels.triton.attention.latent_attention import latent_attention_triton
+from octavo_kernels.triton.attention.latent_attention import attend_single_rows, latent_attention_triton
 from octavo_kernels.triton.launch import invariant
 from tests.ops.test_sparse_attention import SHAPES, Step, chosen_slots, inputs
 from tests.triton_interpreter import quick_first
@@ -50,6 +53,22 @@ def test_the_highest_scores_are_chosen_and_of_equal_ones_the_lowest_positions(
     assert chosen_slots(chosen, step) == step.expected(count)
     reference: ChosenKeys = choose_keys.reference(step.q_TNW, step.weights_TN, step.cache, step.rows, count)
     assert torch.equal(chosen.starts, reference.starts)
+
+
+def test_a_step_of_more_rows_than_a_launch_has_along_an_axis(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of CUDA's three axes only the first takes 65,536 programs or more. Nothing is computed."""
+    grids: list[tuple[int, ...]] = []
+    for own in (module, latent):
+        monkeypatch.setattr(own, "launch", lambda kernel, grid, *args, **options: grids.append(grid))
+    monkeypatch.setattr(module, "MOST_SCORES", 2**25)
+    T, step = 70_000, Step(SHAPES["a prompt"])
+    queries, narrow = torch.empty(T, 1, step.index.shape[3]), torch.zeros(1, 4, dtype=torch.int32)
+    rows = replace(step.rows, groups=(GroupRows(torch.zeros(T, dtype=torch.int64), narrow),))
+    chosen = choose_keys_triton(queries, torch.empty(T, 1), step.cache, rows, 11)
+    cache, rows = chosen.of(step.cache, rows)
+    attend_single_rows(torch.empty(T, 2, 24), 8, cache, rows, 1.0, torch.empty(T, 2, 16))
+    assert max(grid[0] for grid in grids) >= T
+    assert all(axis < 2**16 for grid in grids for axis in grid[1:])
 
 
 def test_scores_of_all_sizes_and_signs_are_told_apart(device: str) -> None:
