@@ -98,7 +98,8 @@ class ModelConfig:
 
     @property
     def stream_size(self) -> int:
-        """Numbers of a token between two layers; overridden by families with several residual streams."""
+        """Numbers of the model's dtype that a token takes between two layers; overridden by families with several
+        residual streams."""
         return self.hidden_size
 
     @property
@@ -112,8 +113,9 @@ class ModelConfig:
         model has no such layers."""
         return 0
 
-    def expanded_bytes(self, longest: int, itemsize: int, num_ranks: int) -> int:
-        """Bytes of the keys and values that a GPU expands from what it caches, for contexts of up to ``longest``."""
+    def expanded_bytes(self, longest: int, num_tokens: int, itemsize: int, num_ranks: int) -> int:
+        """Bytes of what a GPU makes of the cache for attention of a step's tokens, for contexts of up to ``longest``:
+        keys and values that it expands, or scores of what an indexer chooses among and its choice."""
         return 0
 
 

@@ -52,7 +52,7 @@ class DeepseekConfig(DecoderConfig):
     value_size: int
     latent_eps: float = LATENT_EPS
 
-    def expanded_bytes(self, longest: int, itemsize: int, num_ranks: int) -> int:
+    def expanded_bytes(self, longest: int, num_tokens: int, itemsize: int, num_ranks: int) -> int:
         if (self.plain_size, self.rotated_size, self.value_size) != EXPANDED_WIDTHS:
             return 0
         heads = max(1, self.num_heads // num_ranks)

@@ -66,10 +66,12 @@ class SparseConfig(DeepseekConfig):
     def dense_context(self) -> int:
         return self.index.count
 
-    def expanded_bytes(self, longest: int, itemsize: int, num_ranks: int) -> int:
-        """Of scores besides; keys are not expanded for contexts of which a part is attended to."""
-        dense = super().expanded_bytes(min(longest, self.index.count), itemsize, num_ranks)
-        return dense + 4 * max(MOST_SCORES, longest) if longest > self.index.count else dense
+    def expanded_bytes(self, longest: int, num_tokens: int, itemsize: int, num_ranks: int) -> int:
+        """Of scores and a choice besides; keys are not expanded for contexts of which a part is attended to."""
+        dense = super().expanded_bytes(min(longest, self.index.count), num_tokens, itemsize, num_ranks)
+        if longest <= self.index.count:
+            return dense
+        return dense + 4 * (max(MOST_SCORES, longest) + num_tokens * self.index.count)
 
     def with_mtp(self) -> SparseConfig:
         """See ``DecoderConfig``; the layer has an indexer."""
@@ -157,6 +159,7 @@ class SparseLayer(DeepseekLayer):
     ) -> ChosenKeys | None:
         assert step.choice is not None
         if self.indexer is not None:
+            step.choice.keys = None  # is large, and none behind this layer attends to it
             queries_TN = self.indexer.q_proj(q_TD, norm=self.q_norm)
             step.choice.keys = self.indexer(h_TD, queries_TN, step.angles[0], cache, rows)
         return step.choice.keys

@@ -108,9 +108,11 @@ class DeepseekV4Config(DecoderConfig):
     def stream_size(self) -> int:
         return self.num_streams * self.hidden_size
 
-    def expanded_bytes(self, longest: int, itemsize: int, num_ranks: int) -> int:
-        """Those of the ranks of entries, which indexers compute for some rows at once."""
-        return 8 * max(MOST_SCORES, longest // self.rates[SPARSE]) if SPARSE in self.kinds else 0
+    def expanded_bytes(self, longest: int, num_tokens: int, itemsize: int, num_ranks: int) -> int:
+        """Of the ranks of entries, which indexers compute for some rows at once, and of those that they choose."""
+        if SPARSE not in self.kinds:
+            return 0
+        return 8 * max(MOST_SCORES, longest // self.rates[SPARSE]) + 4 * num_tokens * self.index_count
 
 
 class Streams:

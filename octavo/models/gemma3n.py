@@ -46,6 +46,10 @@ class Gemma3nConfig(Gemma4Config):
     sparsity: tuple[float, ...]
     """The share of gates that each layer sets to zero, if they were normally distributed; 0: none."""
 
+    @property
+    def stream_size(self) -> int:
+        return self.num_streams * self.hidden_size
+
 
 class LargestGates:
     """``gelu(max(gates - cutoff, 0)) * ups``; the cutoff lies so many standard deviations above the mean of a row."""

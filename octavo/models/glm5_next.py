@@ -38,7 +38,7 @@ from octavo.ops.block_choice import RowPlaces, chosen_keys
 from octavo.ops.cache_rows import unpack_rows
 from octavo.ops.hyper_connections import StreamMaps
 from octavo.ops.moe import CappedSwish
-from octavo.ops.sparse_attention import ChosenKeys, sees_all
+from octavo.ops.sparse_attention import MOST_SCORES, ChosenKeys, sees_all
 from octavo.quant.stored.shard import Section
 from octavo.quant.stored.stored_weight import DenseWeight
 
@@ -91,6 +91,18 @@ class Glm5NextConfig(KimiLinearConfig):
     @property
     def dense_context(self) -> int:
         return self.index.dense_context
+
+    @property
+    def stream_size(self) -> int:
+        return self.num_streams * self.hidden_size
+
+    def expanded_bytes(self, longest: int, num_tokens: int, itemsize: int, num_ranks: int) -> int:
+        """See ``SparseConfig``; what has scores are blocks, which are ranked in 64 bits."""
+        part = self.index
+        dense = super().expanded_bytes(min(longest, part.dense_context), num_tokens, itemsize, num_ranks)
+        if longest <= part.dense_context:
+            return dense
+        return dense + 8 * max(MOST_SCORES, longest // part.block) + 4 * num_tokens * (part.most + 1) * part.block
 
 
 class PooledIndexer:
@@ -167,6 +179,7 @@ class Glm5NextLayer(HybridLayer, DeepseekLayer):
     ) -> ChosenKeys | None:
         assert step.choice is not None
         if self.indexer is not None:
+            step.choice.keys = None  # is large, and none behind this layer attends to it
             step.choice.keys = self.indexer(h_TD, self.indexer.q_proj(q_TD, norm=self.q_norm), cache, rows)
         return step.choice.keys
 

@@ -43,6 +43,10 @@ class HYV4Config(SparseConfig):
     def has_stages(self) -> bool:
         return False  # between layers are all streams
 
+    @property
+    def stream_size(self) -> int:
+        return self.num_streams * self.hidden_size
+
 
 class Streams:
     """How the streams of a token are summed for a part of a layer, and what each gets of its result."""

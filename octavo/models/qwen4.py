@@ -40,7 +40,7 @@ from octavo.ops.block_choice import RowPlaces, attend_to_blocks
 from octavo.ops.cache_rows import unpack_rows
 from octavo.ops.elementwise import sigmoid
 from octavo.ops.gated_norm import Gate
-from octavo.ops.sparse_attention import sees_all
+from octavo.ops.sparse_attention import MOST_SCORES, sees_all
 
 INDEXED = "indexed_attention"
 NAMES = Names(before_attention=None, before_mlp=None)
@@ -104,6 +104,15 @@ class Qwen4Config(Qwen3NextConfig):
     @property
     def dense_context(self) -> int:
         return 0 if self.index is None else self.index.dense_context
+
+    @property
+    def stream_size(self) -> int:
+        return self.num_streams * self.hidden_size
+
+    def expanded_bytes(self, longest: int, num_tokens: int, itemsize: int, num_ranks: int) -> int:
+        if self.index is None or longest <= self.dense_context:
+            return 0
+        return 8 * (max(MOST_SCORES, longest // self.index.block) + num_tokens * self.index.most)
 
 
 class StreamNorm:

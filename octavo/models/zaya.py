@@ -57,6 +57,10 @@ class ZayaConfig(DecoderConfig):
         return False  # the routers' numbers go from layer to layer
 
     @property
+    def stream_size(self) -> int:
+        return 2 * (self.hidden_size + self.router_size)  # in float32
+
+    @property
     def mixtures(self) -> tuple[MoESettings, ...]:
         return (self.moe,)
 

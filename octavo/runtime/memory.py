@@ -420,7 +420,9 @@ def _work_bytes(
     if device != GPU:  # in float32, what each of a token's experts gives; see sum_over_experts
         return activations + min(num_tokens, RESULT_ROWS) * model.num_chosen_experts * model.hidden_size * 4
     activations += _copy_bytes(model, dtype, weights) + _scratch_bytes(model, dtype, num_ranks, *sizes)
-    return activations + (0 if num_parts > 1 else model.expanded_bytes(max_model_len, dtype.itemsize, num_ranks))
+    if num_parts > 1:
+        return activations
+    return activations + model.expanded_bytes(max_model_len, num_tokens, dtype.itemsize, num_ranks)
 
 
 def _activation_bytes(

@@ -15,13 +15,17 @@ import torch
 from octavo.config import EngineConfig
 from octavo.errors import ConfigError
 from octavo.models.layer_cache import KVGroup, rank_cache
-from octavo.models.registry import read_config
+from octavo.models.meta_model import outline
+from octavo.models.registry import ARCHITECTURES, read_config
 from octavo.ops.collective import SINGLE_RANK, ContextRanks
 from octavo.ops.sparse_attention import MOST_SCORES
+from octavo.quant.stored.stored_weight import WeightFormat
 from octavo.runtime import memory
 from octavo.runtime.kv_storage import KVStorage
 from octavo.runtime.memory import GIB, Limits, MemoryBudget, plan_memory
+from octavo.weights.dummy import DummyCheckpoint
 from octavo_bench.sanity import tiny_config
+from tests.tiers import nightly
 
 KEYS = {
     "architectures": ["LlamaForCausalLM"],
@@ -34,6 +38,11 @@ KEYS = {
     "max_position_embeddings": 8192,
 }
 MODEL = read_config(KEYS)
+STREAMS = [
+    f"{name}ForCausalLM"
+    for name in ("DeepseekV4", "Gemma3n", "Glm5Next", "HYV4", "Inkling", "Llama", "Qwen4Exp", "Zaya")
+]
+"""Families of which a token is more than one vector between layers, and others."""
 PER_TOKEN = 30 * 2 * 3 * 64 * 4
 
 
@@ -157,7 +166,32 @@ def test_the_keys_of_indexers_and_their_scores_take_memory(max_model_len: int) -
     assert budget.kv_cache == limits.num_blocks[0] * limits.block_size * 2 * (latents + model.num_layers * 128)
     others = read_config(tiny_config("DeepseekV3ForCausalLM") | {"max_position_embeddings": 8192})
     more = budget.activations - plan_memory(config, others, dtype, dtype, "cuda", *sizes)[1].activations
-    assert abs(more - (0 if max_model_len == 2048 else 4 * MOST_SCORES)) < 2**20
+    choice = limits.max_num_batched_tokens * 2048
+    assert abs(more - (0 if max_model_len == 2048 else 4 * (MOST_SCORES + choice))) < 2**20
+
+
+@pytest.mark.parametrize("name", STREAMS + [nightly(name) for name in ARCHITECTURES if name not in STREAMS])
+def test_what_a_token_takes_between_layers_is_planned(name: str) -> None:
+    config = read_config(keys := tiny_config(name))
+    form = WeightFormat(torch.bfloat16, torch.device("cpu"))
+    model: Any = outline(config, DummyCheckpoint(keys, {}, 0), form).model
+    tokens_T = torch.zeros(3, dtype=torch.int64, device="meta")
+    x_TD = model.embedded(tokens_T, tokens_T)
+    if name == "Qwen4ExpForCausalLM":  # its first layer makes the streams
+        x_TD = x_TD.repeat(1, model.layers[0].num_streams)
+    assert x_TD.nbytes == len(x_TD) * config.stream_size * 2
+
+
+@pytest.mark.parametrize("name", ["Glm5NextForCausalLM", "Qwen4ExpForCausalLM"])
+def test_ranks_of_blocks_that_indexers_choose_among_take_memory(name: str) -> None:
+    """Of so many rows as are ranked at once, or of one; none where a row attends to all positions."""
+    config: Any = read_config(tiny_config(name))
+    size, most = config.index.block, config.index.most
+    assert config.expanded_bytes((most + 1) * size - 1, 4096, 2, 1) == 0
+    for longest in (1 << 20, 1 << 31):
+        choice = 4 * (most + 1) * size if name.startswith("Glm") else 8 * most
+        ranks = 8 * max(MOST_SCORES, longest // size)
+        assert config.expanded_bytes(longest, 4096, 2, 1) == ranks + 4096 * choice
 
 
 @pytest.mark.parametrize(("num_tokens", "num_rows"), [(512, 512), (4096, 1024)])
