@@ -44,7 +44,7 @@ def test_positions_of_chosen_blocks_and_those_behind_them(shape: Shape) -> None:
     assert keys.starts.tolist() == [min(i, t) for i in range(len(step.q_TNW) + 1)]
 
 
-class Largest(TorchDispatchMode):
+class Largest(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Numbers of the largest tensor of int64 that is made."""
 
     numbers = 0
@@ -60,7 +60,7 @@ def test_no_tensor_of_long_integers_has_each_position_of_chosen_blocks() -> None
     """Where blocks of the cache are as long: rows have thousands of positions each."""
     step = Step(SHAPES["a prompt"], 16)
     chosen_TC = ops.choose_blocks(step.q_TNW, step.cache, step.rows, 16, COUNT)
-    with Largest() as largest:
+    with Largest() as largest:  # type: ignore[no-untyped-call]
         keys = chosen_keys(chosen_TC, step.cache, step.rows, 16, len(step.q_TNW))
     assert largest.numbers <= len(step.q_TNW) * (COUNT + 1) < keys.slots_TK.numel()
 

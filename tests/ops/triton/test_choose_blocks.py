@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -32,9 +34,12 @@ def test_the_same_blocks_are_chosen(
     monkeypatch.setattr(module, "MOST_SCORES", MOST)
     monkeypatch.setattr(module, "MAX_SCRATCH", MOST * 25)
     sizes: list[int] = []
-    monkeypatch.setattr(
-        module, "empty_indices", lambda size, *args: (sizes.append(size), empty_indices(size, *args))[1]
-    )
+
+    def counted(size: int, *args: Any) -> torch.Tensor:
+        sizes.append(size)
+        return empty_indices(size, *args)
+
+    monkeypatch.setattr(module, "empty_indices", counted)
     cache = step.cache._replace(index=step.index.to(device))
     groups = tuple(type(group)(*(x.to(device) for x in group)) for group in step.rows.groups)
     rows = type(step.rows)(groups, step.rows.cu_seqlens_q.to(device), step.rows.seq_lens_S.to(device), 1)
