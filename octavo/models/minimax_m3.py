@@ -30,7 +30,7 @@ from octavo.ops.attention import LayerCache, PagedRows
 from octavo.ops.head_blocks import HeadBlocks, attend_to_head_blocks
 from octavo.ops.linear import Activation
 from octavo.ops.moe import ClampedSwish, Routing
-from octavo.ops.sparse_attention import sees_all
+from octavo.ops.sparse_attention import MOST_SCORES, sees_all
 from octavo.quant.stored.shard import Section
 
 SPARSE = "minimax_m3_sparse"
@@ -63,6 +63,10 @@ class MiniMaxM3Config(DecoderConfig):
     @property
     def dense_context(self) -> int:
         return self.rule.size * self.rule.most
+
+    def expanded_bytes(self, longest: int, num_tokens: int, itemsize: int, num_ranks: int) -> int:
+        """Of what blocks are worth, and their ranks."""
+        return 8 * MOST_SCORES if longest > self.dense_context else 0
 
 
 class MiniMaxM3Layer(DecoderLayer):

@@ -73,12 +73,12 @@ def best_blocks(worth_QKC: Tensor, positions_Q: Tensor, rule: HeadBlocks) -> Ten
     own_Q1 = positions_Q[:, None] // rule.size
     is_later = (blocks_C > own_Q1)[:, None]
     is_local = ((blocks_C <= own_Q1) & (blocks_C > own_Q1 - rule.local))[:, None]
-    worth_QKC = worth_QKC.masked_fill_(worth_QKC.isnan(), torch.finfo(torch.float32).min) + 0.0  # none is -0.0
+    worth_QKC.masked_fill_(worth_QKC.isnan(), torch.finfo(torch.float32).min).add_(0.0)  # none is -0.0
     worth_QKC.masked_fill_(is_local, float("inf")).masked_fill_(is_later, float("-inf"))
     bits = worth_QKC.view(torch.int32)
-    order = bits ^ ((bits >> 31) & 0x7FFFFFFF)  # integers in the order of floats
     none = len(blocks_C)
-    unequal = (order.long() << 32) | (none - blocks_C)
+    unequal = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).long()  # integers in the order of floats
+    unequal.bitwise_left_shift_(32).bitwise_or_(none - blocks_C)
     best = unequal.topk(min(rule.most, none), dim=-1).indices
     ids = best.masked_fill(best > own_Q1[:, None], none).sort(dim=-1).values
     return ids.masked_fill_(ids == none, -1).int()

@@ -182,6 +182,13 @@ def test_what_a_token_takes_between_layers_is_planned(name: str) -> None:
     assert x_TD.nbytes == len(x_TD) * config.stream_size * 2
 
 
+def test_what_blocks_of_each_head_are_worth_takes_memory() -> None:
+    kernel = pytest.importorskip("octavo_kernels.triton.attention.choose_head_blocks")
+    config = read_config(tiny_config("MiniMaxM3VLForCausalLM"))
+    assert config.expanded_bytes(config.dense_context, 4096, 2, 1) == 0
+    assert config.expanded_bytes(1 << 20, 4096, 2, 1) == 16 * kernel.MAX_SCRATCH
+
+
 @pytest.mark.parametrize("name", ["Glm5NextForCausalLM", "Qwen4ExpForCausalLM"])
 def test_ranks_of_blocks_that_indexers_choose_among_take_memory(name: str) -> None:
     """Of so many rows as are ranked at once, or of one; none where a row attends to all positions."""

@@ -14,14 +14,15 @@ from torch import Tensor
 from octavo.ops.attention import LayerCache, PagedRows
 from octavo.ops.block_choice import RowPlaces
 from octavo.ops.head_blocks import HeadBlocks, best_blocks, choose_head_blocks
+from octavo.ops.sparse_attention import MOST_SCORES
 from octavo_kernels.triton.attention.cached_rows import least_width, load_rows, rotated, run_of
 from octavo_kernels.triton.launch import after_predecessor, declines_floats, launch
 
 TILE_ROWS = 16
 """Rows of a tile of prompts: they load the same keys."""
 MAX_KEYS = 128
-MAX_SCRATCH = 2**25
-"""Numbers of what blocks are worth that are held at once."""
+MAX_SCRATCH = MOST_SCORES // 2
+"""Numbers of what blocks are worth that are held at once: ranked, each takes 16 bytes."""
 
 
 @triton.jit(do_not_specialize=["first", "end", "num_blocks", "table_stride"])
