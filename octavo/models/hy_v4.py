@@ -28,6 +28,7 @@ from octavo.models.loader import WeightLoader
 from octavo.models.parts import DecoderConfig, ExpertsPart, GatePart
 from octavo.ops.attention import LayerCache, PagedRows
 from octavo.ops.elementwise import sigmoid
+from octavo.ops.hyper_connections import in_parts
 from octavo.ops.moe import CappedSwish
 from octavo.quant.stored.shard import Section
 
@@ -59,8 +60,11 @@ class Streams:
         self.scale_M = weights.exact(f"{name}_scale", num_scales).repeat_interleave(config.num_streams)
         self.ones_X, self.norm_eps = torch.ones_like(self.weight_MX[0]), config.norm_eps
 
-    def __call__(self, x_TX: Tensor) -> tuple[Tensor, Tensor]:
+    def __call__(self, x_TX: Tensor) -> tuple[Tensor, ...]:
         """The weighted sum [T, D], and what the part's result is multiplied by for each stream, float32 [T, S]."""
+        return in_parts(self._of_rows, x_TX)
+
+    def _of_rows(self, x_TX: Tensor) -> tuple[Tensor, Tensor]:
         S, wide_TX = self.num_streams, x_TX.float()
         given_TM = ops.linear(ops.rms_norm(wide_TX, self.ones_X, self.norm_eps), self.weight_MX)
         weights_TM = sigmoid(given_TM * self.scale_M + self.base_M)
@@ -71,8 +75,12 @@ class Streams:
 
 def added(y_TD: Tensor, x_TX: Tensor, after_TS: Tensor) -> Tensor:
     """The next streams, with a part's result."""
+    return in_parts(_added_rows, y_TD, x_TX, after_TS)[0]
+
+
+def _added_rows(y_TD: Tensor, x_TX: Tensor, after_TS: Tensor) -> tuple[Tensor]:
     of_each_TX = (after_TS.unsqueeze(2) * y_TD.float().unsqueeze(1)).flatten(1)
-    return (of_each_TX + x_TX.float()).to(x_TX.dtype)
+    return ((of_each_TX + x_TX.float()).to(x_TX.dtype),)
 
 
 def _alone(y_TD: Tensor, x_TD: Tensor) -> Tensor:

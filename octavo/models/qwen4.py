@@ -40,6 +40,7 @@ from octavo.ops.block_choice import RowPlaces, attend_to_blocks
 from octavo.ops.cache_rows import unpack_rows
 from octavo.ops.elementwise import sigmoid
 from octavo.ops.gated_norm import Gate
+from octavo.ops.hyper_connections import in_parts
 from octavo.ops.sparse_attention import MOST_SCORES, sees_all
 
 INDEXED = "indexed_attention"
@@ -146,8 +147,11 @@ class Streams:
         """The mean, [T, D]."""
         return self._mean(self.norm(x_TX))
 
-    def mixed(self, x_TX: Tensor) -> tuple[Tensor, Tensor]:
+    def mixed(self, x_TX: Tensor) -> tuple[Tensor, ...]:
         """The mean, and the streams' parts."""
+        return in_parts(self._mixed_rows, x_TX)
+
+    def _mixed_rows(self, x_TX: Tensor) -> tuple[Tensor, Tensor]:
         h_TX = self.norm(x_TX)
         assert self.inject is not None
         return self._mean(h_TX), 2 * sigmoid(self.inject(h_TX).float() / self.count)
@@ -160,7 +164,11 @@ class Streams:
 
 def _added(x_TX: Tensor, y_TD: Tensor, parts_TI: Tensor) -> Tensor:
     """The streams with ``y`` times each one's part; a new tensor."""
-    return (x_TX + (y_TD.unsqueeze(1) * parts_TI.unsqueeze(2)).flatten(1)).to(x_TX.dtype)
+    return in_parts(_added_rows, x_TX, y_TD, parts_TI)[0]
+
+
+def _added_rows(x_TX: Tensor, y_TD: Tensor, parts_TI: Tensor) -> tuple[Tensor]:
+    return ((x_TX + (y_TD.unsqueeze(1) * parts_TI.unsqueeze(2)).flatten(1)).to(x_TX.dtype),)
 
 
 def _alone(y_TD: Tensor, x_TD: Tensor) -> Tensor:
@@ -276,13 +284,18 @@ class HashedLayer:
         """The streams with it; a new tensor."""
         conv_state, token_state = states
         embedded_TP = self.hashes(token_ids_T, token_state, rows)
+        values_TX, normed_TX = in_parts(self._values, embedded_TP, x_TX)
+        moved_TX = ops.causal_conv(normed_TX, self.taps_WC, None, conv_state, rows.states, "silu")
+        return (x_TX + values_TX).add_(moved_TX)
+
+    def _values(self, embedded_TP: Tensor, x_TX: Tensor) -> tuple[Tensor, Tensor]:
+        """The gated values of each stream, as they are and normed [T, X]."""
         products_TX = self.key_norm(self.key(embedded_TP)).float() * self.query_norm(x_TX).float()
         likeness_TI1 = products_TX.view(len(x_TX), self.count, -1).sum(dim=2, keepdim=True)
         likeness_TI1 = likeness_TI1 / (x_TX.shape[1] // self.count) ** 0.5
         gates_TI1 = sigmoid(likeness_TI1.abs().clamp(min=SMALLEST_GATE).sqrt() * likeness_TI1.sign())
         values_TX = (gates_TI1 * self.value(embedded_TP).unsqueeze(1)).flatten(1).to(x_TX.dtype)
-        moved_TX = ops.causal_conv(self.conv_norm(values_TX), self.taps_WC, None, conv_state, rows.states, "silu")
-        return x_TX + values_TX + moved_TX
+        return values_TX, self.conv_norm(values_TX)
 
 
 # ---- Layers.

@@ -5,14 +5,26 @@ Shapes: T tokens, S streams, D model, X = S D, M = S (S + 2) numbers that say ho
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from octavo.ops.attention import MAX_SCRATCH
 from octavo.ops.dispatch import op
 from octavo.ops.elementwise import sigmoid
 from octavo.ops.linear import linear
+
+
+def in_parts(function: Callable[..., tuple[Tensor, ...]], *given: Tensor) -> tuple[Tensor, ...]:
+    """What a function of rows makes of these tensors [T, ...], computed of so many rows at once that ``MAX_SCRATCH``
+    numbers hold the widest of them: streams in float32 would take more than the rest of a step."""
+    size = max(1, MAX_SCRATCH // max(x.shape[1] for x in given))
+    if len(given[0]) <= size:
+        return function(*given)
+    found = [function(*parts) for parts in zip(*(torch.split(x, size) for x in given), strict=True)]
+    return tuple(torch.cat(parts) for parts in zip(*found, strict=True))
 
 
 class StreamMaps(NamedTuple):
