@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from octavo.errors import CheckpointError
-from octavo.images.family_keys import (
+from octavo.images.pixel_scaling import (
     CLIP_DEVIATION,
     CLIP_MEAN,
     HALF,

@@ -7,7 +7,7 @@ import string
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from octavo.images.family_keys import CLIP_DEVIATION, CLIP_MEAN, HALF, TOKENS, scaling
+from octavo.images.pixel_scaling import CLIP_DEVIATION, CLIP_MEAN, HALF, TOKENS, scaling
 from octavo.images.processors import (
     LFM_PLACE,
     LFM_WHOLE,

@@ -14,7 +14,7 @@ from transformers import AutoModelForImageTextToText, PreTrainedModel
 from octavo import LLM, SamplingParams
 from octavo.errors import CheckpointError
 from octavo.images.families import PROCESSORS
-from octavo.images.family_keys import TOKENS, VIDEO
+from octavo.images.pixel_scaling import TOKENS, VIDEO
 from octavo.models.vision.towers import read_vision
 from tests.models import vision
 from tests.models.test_vision import GREEDY, PROMPTS, SETTINGS, TOLERANCE, as_inputs, worst_difference
