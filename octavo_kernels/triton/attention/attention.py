@@ -73,8 +73,8 @@ def _attend(
     """Fill ``out``, of H numbers a head or with the logarithms of sums behind them.
 
     Where results may not depend on other rows, one kernel computes all rows: a token must give the same result in a
-    decode step and in a recomputed chunk after a preemption. Else drafts are computed row by row, by the kernel that
-    divides long contexts among programs: their sequences' keys and values are then read from the second-level cache.
+    decode step as in a recomputed chunk. Else drafts are computed row by row, by the kernel that divides long contexts
+    among programs: their sequences' keys and values are then read from the second-level cache.
     """
     slot_mapping_T, block_tables_SB = rows.of(cache)
     can_be_by_row = not is_invariant() and cache.keys.shape[2] >= LEAST_KEYS
@@ -90,8 +90,8 @@ def _attend(
     has_single = can_be_by_row and len(rows.seq_lens_S) > 1
     if has_single or is_by_row:
         attend_single_rows(q_TNH, heads, cache, rows, out_TNX, part)
-    if is_by_row:
-        return
+        if is_by_row:
+            return
     if len(q_TNH) >= GLUON_ROWS and part.size == 1 and has_gluon(q_TNH.device) and not is_invariant():
         from octavo_kernels.hopper.prefill_attention import hopper_prefill, suits
 
