@@ -96,17 +96,9 @@ def _attend(
         from octavo_kernels.hopper.prefill_attention import hopper_prefill, suits
 
         if suits(q_TNH, heads, cache):
-            hopper_prefill(
-                (q_TNH,),
-                (cache.keys,),
-                cache.values,
-                block_tables_SB,
-                (rows.cu_seqlens_q[:-1], rows.cu_seqlens_q[1:]),
-                rows.seq_lens_S,
-                heads.scale,
-                has_single,
-                out_TNX,
-            )
+            bounds = rows.cu_seqlens_q[:-1], rows.cu_seqlens_q[1:]
+            given = (q_TNH,), (cache.keys,), cache.values, block_tables_SB, bounds, rows.seq_lens_S
+            hopper_prefill(*given, heads.scale, has_single, out_TNX)
             return
     rule = heads.scale, heads.window, heads.softcap, heads.sinks_N, cache.scales, heads.slopes_N, heads.bias_TNE
     prefill_attention(
