@@ -68,7 +68,7 @@ def make_runner(
         has_drafter=has_drafter,
         images=images,
         has_rope_sets=most.has_rope_sets,
-        dense_context=most.dense_context if executor.runs_ahead else 0,
+        dense_context=most.dense_context if executor.runs_ahead and not settings.batch_invariant else 0,
         route_bytes=0 if storage.routes_NC is None else 2 * storage.routes_NC.shape[1],
     )
     runner = StepRunner(executor, encoder, settings.pipeline_parallel_size > 1)

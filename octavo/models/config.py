@@ -103,6 +103,11 @@ class ModelConfig:
         return self.hidden_size
 
     @property
+    def num_output_groups(self) -> int:
+        """Groups of heads that have a map of their own behind attention; 1: there are none."""
+        return 1
+
+    @property
     def query_rows(self) -> int:
         """Rows of the query projection; overridden by families that store more than queries in it."""
         return self.num_heads * self.head_dim

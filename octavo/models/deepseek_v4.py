@@ -108,6 +108,10 @@ class DeepseekV4Config(DecoderConfig):
     def stream_size(self) -> int:
         return self.num_streams * self.hidden_size
 
+    @property
+    def num_output_groups(self) -> int:
+        return self.num_groups
+
     def expanded_bytes(self, longest: int, num_tokens: int, itemsize: int, num_ranks: int) -> int:
         """Of the ranks of entries, which indexers compute for some rows at once, and of those that they choose."""
         if SPARSE not in self.kinds:

@@ -485,6 +485,14 @@ def test_ranks_with_sequences_of_their_own_give_the_tokens_of_one_device(
     compare(tmp_path, size, whole_experts=whole_experts, dp_attention=True)
 
 
+def test_groups_of_heads_are_not_divided() -> None:
+    changes = {"num_attention_heads": 12, "o_groups": 2}
+    config = make_config("deepseek_v4/three_kinds", **changes).to_dict() | {"architectures": ["DeepseekV4ForCausalLM"]}
+    check_divides(read_config(config), ModelSettings(tensor_parallel_size=2), CPU)
+    with pytest.raises(ConfigError, match="4 does not divide the 2 groups of heads"):
+        check_divides(read_config(config), ModelSettings(tensor_parallel_size=4), CPU)
+
+
 def test_layers_whose_attention_is_not_apart_are_refused(tmp_path: Path) -> None:
     settings = ModelSettings(tensor_parallel_size=2, enable_dp_attention=True)
     for row, name in (("gemma4/experts", "Gemma4"), ("qwen3_next/experts", "Qwen3Next")):

@@ -116,6 +116,8 @@ def _check_heads(model: ModelConfig, size: int) -> None:
     for heads in sorted({model.num_heads, *(part.attention.num_heads for part in parts)}):
         if heads % size:
             raise ConfigError(f"tensor_parallel_size: {size} does not divide the model's {heads} attention heads")
+    if model.num_output_groups % size and model.num_output_groups > 1:
+        raise ConfigError(f"tensor_parallel_size: {size} does not divide the {model.num_output_groups} groups of heads")
     for units in {tensor.num_units for spec in model.cache for tensor in spec.state}:
         if units % size:
             raise ConfigError(f"tensor_parallel_size: {size} does not divide the {units} key heads of recurrent layers")

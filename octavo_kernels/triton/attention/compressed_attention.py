@@ -217,7 +217,7 @@ def entry_scores_kernel(
     block_E = tl.load(tables_ptr + seq.to(tl.int64) * table_stride + end_E // BLOCK_SIZE, mask=is_seen_E, other=0)
     at_E = block_E.to(tl.int64) * entry_stride + (end_E % BLOCK_SIZE // RATE) * ENTRY + (ENTRY - W)
     is_in_EW = is_seen_E[:, None] & (w_W < W)[None, :]
-    k_EW = tl.load(entries_ptr + at_E[:, None] + w_W[None, :], mask=is_in_EW, other=0.0)
+    k_EW = tl.load(entries_ptr + at_E[:, None] + w_W[None, :], mask=is_in_EW, other=0.0).to(q_JW.dtype)
     products_JE = tl.maximum(tl.dot(q_JW, tl.trans(k_EW), input_precision="ieee"), 0.0)
     score_E = tl.sum(products_JE * weights_J[:, None], 0)
     rank_E = tl.where(is_seen_E, (ordered(score_E) << 32) | (LAST - e_E), HIDDEN)

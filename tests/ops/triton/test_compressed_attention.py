@@ -87,6 +87,16 @@ def test_entries_are_chosen_and_attended_to(
         )
 
 
+def test_entries_of_another_type_than_queries(device: str) -> None:
+    case = make("overlapping", RAGGED, torch.bfloat16, device)
+    case.put_entries()
+    index, weights = torch.randn(case.T, 11, 16).to(device, torch.bfloat16).float(), torch.randn(case.T, 11).to(device)
+    rows = [t for t, _, _ in case.places()]
+    chosen = choose_entries_triton(index, weights, case.rate, 2, case.block_size, case.entries, case.rows)
+    told = [[entry for entry in row if entry >= 0] for row in chosen[rows].tolist()]
+    assert told == list(case.chosen(index, weights, 2).values())
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_turned_tails(dtype: torch.dtype, device: str) -> None:
     x, angles, norm = torch.randn(3, 2, 20).to(dtype), torch.rand(3, 3) * 6, torch.randn(20).to(dtype)
