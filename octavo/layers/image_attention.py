@@ -44,7 +44,8 @@ def _attend(
     begin = max(0, min(span.start, first - heads.window + 1)) if heads.window else 0
     table_B = rows.of(cache).block_tables_SB[span.seq].long()
     keys, values = context(cache.keys, cache.values, table_B, begin, span.end, H)
-    rule = Rule(heads.scale, heads.window, heads.softcap, heads.sinks_N, cache.scales)
+    sinks = None if heads.sinks_N is None else heads.sinks_N[:, None]
+    rule = Rule(heads.scale, heads.window, heads.softcap, sinks, cache.scales)
     dtype = torch.promote_types(q_QNH.dtype, torch.float32)
     k_KCH, v_KCH = rule.scaled(keys.to(dtype), values.to(dtype))
     K, C, _ = k_KCH.shape

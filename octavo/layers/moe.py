@@ -19,7 +19,7 @@ from octavo.layers.linear import Linear
 from octavo.layers.norm import Norm, RMSNorm
 from octavo.ops.collective import SINGLE_RANK, Collective
 from octavo.ops.linear import Activation
-from octavo.ops.moe import CappedSwish, ClampedSwish, Routing
+from octavo.ops.moe import CappedSwish, ClampedSwish, Routing, SoftcappedSwish
 
 
 class Routes(threading.local):
@@ -85,7 +85,7 @@ class SharedExpert:
 
     gate_up: Linear
     down: Linear
-    activation: Activation | CappedSwish | ClampedSwish
+    activation: Activation | CappedSwish | ClampedSwish | SoftcappedSwish
     share: Linear | None = None
     scale: float = 1.0
 

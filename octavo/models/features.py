@@ -123,6 +123,15 @@ OWN_KEYS: dict[str, dict[str, Any]] = {
         "swa_head_dim": 16,
         "rel_extent": 32,
     },
+    "Inkling2ForCausalLM": {
+        "num_hidden_layers": 2,
+        "layer_types": ["hybrid", "hybrid_sliding"],
+        "swa_num_attention_heads": 4,
+        "swa_num_key_value_heads": 2,
+        "swa_head_dim": 16,
+        "sliding_window_size": 8,
+        "rel_extent": 32,
+    },
     "ZayaForCausalLM": {
         "num_experts_per_tok": None,
         "num_hidden_layers": 2,

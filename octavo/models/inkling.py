@@ -11,6 +11,7 @@ S experts that a token uses, X experts among which it chooses.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -42,11 +43,11 @@ ALWAYS = 1e4
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class InklingConfig(DecoderConfig):
-    moe: MoESettings
-    num_shared: int
-    """Experts that all tokens use."""
-    route_scale: float
+class DistanceConfig(DecoderConfig):
+    """With attention by biases of distances, and short convolutions."""
+
+    slides: tuple[bool, ...]
+    """Whether each layer has a window, which a short context may not need."""
     width: int
     """Of the convolutions."""
     num_profiles: int
@@ -56,6 +57,14 @@ class InklingConfig(DecoderConfig):
     """Scores of layers without a window grow as ``1 + factor * ln(max(1, (position + 1) / from))``."""
     num_known: int
     """Tokens that the map to logits knows; those behind them fill it up."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class InklingConfig(DistanceConfig):
+    moe: MoESettings
+    num_shared: int
+    """Experts that all tokens use."""
+    route_scale: float
 
     @property
     def mixtures(self) -> tuple[MoESettings, ...]:
@@ -149,6 +158,7 @@ class InklingLayer(DecoderLayer):
         self.sizes = own_N * H, 2 * own_K * H, own_N * P
         self.moved = ShortSum(weights, [f"{name}.{which}_sconv.conv1d" for which in "kv"], keys, config.width)
         self.norms = [weights.norm(f"{name}.{which}_norm", H, config.norm_eps) for which in "qk"]
+        self.slides = config.slides[index]
         self.profiles_EP = weights.dense(f"{name}.rel_logits_proj.proj", P, config.extents[index]).t().contiguous()
         self.o_proj = weights.row(f"{name}.o_proj", D, N * H)
 
@@ -162,7 +172,7 @@ class InklingLayer(DecoderLayer):
         k_TW, v_TW = self.moved(ops.concat(kv_TW), cache.states[0], rows).chunk(2, dim=1)
         q_norm, k_norm = self.norms
         q_TW, k_TW = q_norm(q_TW.reshape(-1, H)).view_as(q_TW), k_norm(k_TW.reshape(-1, H)).view_as(k_TW)
-        if step.query_scale_T1 is not None and not heads.window:
+        if step.query_scale_T1 is not None and not self.slides:
             q_TW, mix_TW = ((x.float() * step.query_scale_T1).to(x.dtype) for x in (q_TW, mix_TW))
         bias_RE = ops.linear(mix_TW.reshape(len(h_TD) * heads.num_heads, -1), self.profiles_EP)
         bias_TNE = bias_RE.view(len(h_TD), heads.num_heads, -1)
@@ -176,28 +186,75 @@ class InklingLayer(DecoderLayer):
         return rows.pick(x_TD, x_TD)[0]
 
 
-class InklingForCausalLM(Decoder):
+class DistanceDecoder(Decoder):
+    config: DistanceConfig
+
+    def __init__(self, config: DistanceConfig, weights: WeightLoader) -> None:
+        super().__init__(config, weights)
+        self.input_norm = weights.norm("model.embed_tokens.embed_norm", config.hidden_size, config.norm_eps)
+        self.most_V: Tensor | None = None
+        if config.num_known < config.vocab_size:
+            most_V = torch.full((config.vocab_size,), float("inf"), dtype=weights.form.dtype)
+            most_V[config.num_known :] = torch.finfo(weights.form.dtype).min
+            self.most_V = weights.own_part(config.names.head, most_V)
+
+    def embedded(self, token_ids_T: Tensor, positions_T: Tensor) -> Tensor:
+        return self.input_norm(super().embedded(token_ids_T, positions_T))
+
+    def step(self, token_ids_T: Tensor, positions_T: Tensor, x_TD: Tensor, rows: PagedRows) -> StepAngles:
+        if self.config.growth is None:
+            return StepAngles(())
+        factor, start = self.config.growth
+        return StepAngles((), 1 + factor * ((positions_T + 1).float() / start).clamp(min=1).log().unsqueeze(1))
+
+    def logits(self, x_RD: Tensor) -> Tensor:
+        logits_RV = super().logits(x_RD)
+        return logits_RV if self.most_V is None else torch.minimum(logits_RV, self.most_V)
+
+
+def read_distances(
+    keys: ConfigKeys, max_len: int | None, kinds: Sequence[str], window: int, growth: tuple[float, float] | None
+) -> DistanceConfig:
+    """What models with biases of distances have in common; scores are divided by the root of a head's width."""
+    windows = tuple(KINDS[kind] for kind in kinds), window
+    config = read_decoder(keys, max_len, head_dim=128, windows=windows, has_bias=False).without_rope()
+    full, own = config.layers[0].attention, "swa_"
+    sizes = {"num_heads": "num_attention_heads", "num_kv_heads": "num_key_value_heads", "head_dim": "head_dim"}
+    given = {part: keys.size(own + key, getattr(config, part)) for part, key in sizes.items()}
+    slides = [kind != "hybrid" for kind in kinds]
+    heads = {part: [given[part] if local else getattr(full, part) for local in slides] for part in sizes}
+    if any(n % k for n, k in zip(heads["num_heads"], heads["num_kv_heads"], strict=True)):
+        raise wrong("swa_num_attention_heads", given["num_heads"], f"a multiple of {given['num_kv_heads']} kv heads")
+    config = config.with_attention(**heads, has_bias_of_distance=True, scale=[H**-0.5 for H in heads["head_dim"]])
+    extent, width = keys.size("rel_extent", 1024), keys.size("conv_kernel_size", 4, low=2)
+    D, known = config.hidden_size, keys.size("unpadded_vocab_size", config.vocab_size)
+    caches = [
+        LayerCacheSpec(K, H, part.attention.window, state=_states(width, D, K, H))
+        for K, H, part in zip(heads["num_kv_heads"], heads["head_dim"], config.layers, strict=True)
+    ]
+    return config.with_caches(caches).extended(
+        DistanceConfig,
+        width=width,
+        num_profiles=keys.size("d_rel", 16),
+        slides=tuple(slides),
+        extents=tuple(window if local else extent for local in slides),
+        growth=growth,
+        num_known=min(known, config.vocab_size),
+    )
+
+
+class InklingForCausalLM(DistanceDecoder):
     layer_class: Any = InklingLayer
-    config: InklingConfig
 
     @classmethod
     def read_config(cls, keys: ConfigKeys, max_len: int | None) -> InklingConfig:
-        keys = keys.over({**keys.values, **_other_names(keys)})
+        keys = keys.over({**keys.values, **other_names(keys)})
         count, window = keys.size("num_hidden_layers", 66), keys.size("sliding_window_size", 512)
         kinds = keys.choices("layer_types", tuple(KINDS), count) or _kinds(keys, count)
         keys.must_be({"shared_expert_sink": (True,), "tie_word_embeddings": (False,)})
-        windows = tuple(KINDS[kind] for kind in kinds), window
-        config = read_decoder(keys, max_len, head_dim=128, windows=windows, has_bias=False).without_rope()
-        full, own = config.layers[0].attention, "swa_"
-        sizes = {"num_heads": "num_attention_heads", "num_kv_heads": "num_key_value_heads", "head_dim": "head_dim"}
-        given = {part: keys.size(own + key, getattr(config, part)) for part, key in sizes.items()}
-        slides = [kind != "hybrid" for kind in kinds]
-        heads = {part: [given[part] if local else getattr(full, part) for local in slides] for part in sizes}
-        if any(n % k for n, k in zip(heads["num_heads"], heads["num_kv_heads"], strict=True)):
-            raise wrong(
-                "swa_num_attention_heads", given["num_heads"], f"a multiple of {given['num_kv_heads']} kv heads"
-            )
-        config = config.with_attention(**heads, has_bias_of_distance=True, scale=[1 / H for H in heads["head_dim"]])
+        start, alpha = keys.get("log_scaling_n_floor"), keys.number("log_scaling_alpha", 0.1)
+        growth = None if start is None else (alpha, keys.number("log_scaling_n_floor"))
+        config = read_distances(keys, max_len, kinds, window, growth)
         moe = read_experts(
             keys,
             config,
@@ -209,23 +266,11 @@ class InklingForCausalLM(Decoder):
             activation=keys.choice("hidden_act", ACTIVATIONS, "silu"),
         )
         keys.pass_over(*UNUSED)
-        extent, width = keys.size("rel_extent", 1024), keys.size("conv_kernel_size", 4, low=2)
-        start, alpha = keys.get("log_scaling_n_floor"), keys.number("log_scaling_alpha", 0.1)
-        D, known = config.hidden_size, keys.size("unpadded_vocab_size", config.vocab_size)
-        caches = [
-            LayerCacheSpec(K, H, part.attention.window, state=_states(width, D, K, H))
-            for K, H, part in zip(heads["num_kv_heads"], heads["head_dim"], config.layers, strict=True)
-        ]
-        found = config.with_caches(caches).extended(
+        found = config.with_attention(scale=[1 / part.attention.head_dim for part in config.layers]).extended(
             InklingConfig,
             moe=moe,
             num_shared=keys.size("n_shared_experts", 2),
             route_scale=keys.number("route_scale", 8.0),
-            width=width,
-            num_profiles=keys.size("d_rel", 16),
-            extents=tuple(window if local else extent for local in slides),
-            growth=None if start is None else (alpha, keys.number("log_scaling_n_floor")),
-            num_known=min(known, config.vocab_size),
         )
         return dataclasses.replace(
             found, ffn_size=moe.widest, logit_scale=1 / keys.number("logits_mup_width_multiplier", 24.0)
@@ -233,22 +278,7 @@ class InklingForCausalLM(Decoder):
 
     def __init__(self, config: InklingConfig, weights: WeightLoader) -> None:
         super().__init__(config, weights)
-        self.input_norm = weights.norm("model.embed_tokens.embed_norm", config.hidden_size, config.norm_eps)
         weights.tensors.leave_out("model.mtp.")
-        if config.num_known < config.vocab_size:
-            is_known_V = torch.arange(config.vocab_size) < config.num_known
-            least = torch.finfo(weights.form.dtype).min
-            bias_V = torch.zeros(config.vocab_size, dtype=weights.form.dtype).masked_fill_(~is_known_V, least)
-            self.head.bias_N = weights.own_part(config.names.head, bias_V)
-
-    def embedded(self, token_ids_T: Tensor, positions_T: Tensor) -> Tensor:
-        return self.input_norm(super().embedded(token_ids_T, positions_T))
-
-    def step(self, token_ids_T: Tensor, positions_T: Tensor, x_TD: Tensor, rows: PagedRows) -> StepAngles:
-        if self.config.growth is None:
-            return StepAngles(())
-        factor, start = self.config.growth
-        return StepAngles((), 1 + factor * ((positions_T + 1).float() / start).clamp(min=1).log().unsqueeze(1))
 
 
 UNUSED = (
@@ -257,7 +287,7 @@ UNUSED = (
 )
 
 
-def _other_names(keys: ConfigKeys) -> dict[str, Any]:
+def other_names(keys: ConfigKeys) -> dict[str, Any]:
     """Values under the usual keys that published files have under others."""
     found: dict[str, Any] = {}
     for key, other in (("max_position_embeddings", "model_max_length"), ("conv_kernel_size", "sconv_kernel_size")):

@@ -134,10 +134,10 @@ class WeightLoader:
     def exact_parts(self, name: str, sections: Sequence[Section]) -> Tensor:
         """This device's parts of a vector whose sections are divided one by one, in float32.
 
-        It may be stored with dimensions of one besides.
+        It may be stored with any dimensions.
         """
         size, found = sum(section.num_rows for section in sections), self.tensors.shape(name)
-        shape = found if found is not None and math.prod(found) == max(found) == size else (size,)
+        shape = found if found is not None and math.prod(found) == size else (size,)
         column = DenseStored((self._numbers(name, shape).reshape(size, 1),))
         return self._counted(self._shard.sections(name, column, sections).dense(self._exact).squeeze(1))
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from octavo.models.config import ACTIVATIONS, ModelConfig
 from octavo.models.config_keys import ConfigKeys, wrong
 from octavo.ops.linear import Activation
-from octavo.ops.moe import CappedSwish, ClampedSwish, Routing
+from octavo.ops.moe import CappedSwish, ClampedSwish, Routing, SoftcappedSwish
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,7 +17,7 @@ class MoESettings:
     num_experts: int
     num_chosen: int
     """Experts selected for each token."""
-    activation: Activation | ClampedSwish | CappedSwish
+    activation: Activation | ClampedSwish | CappedSwish | SoftcappedSwish
     expert_size: int
     """Width of one expert."""
     dense_size: int
@@ -46,7 +46,7 @@ def read_experts(
     is_sparse: tuple[bool, ...] = (),
     shared_size: int = 0,
     chosen_key: str = "num_experts_per_tok",
-    activation: Activation | ClampedSwish | None = None,
+    activation: Activation | ClampedSwish | SoftcappedSwish | None = None,
     dense_size: int | None = None,
 ) -> MoESettings:
     """Read the expert settings; ``is_sparse`` marks the layers with experts (default: all).

@@ -62,11 +62,11 @@ class ModelFamily(Protocol):
 
 
 FAMILIES = (
-    "afmoe apertus arcee bitnet cohere deepseek deepseek_sparse deepseek_v4 dots3 ernie exaone falcon_h1 gemma2 gemma3 "
-    "gemma3n gemma4 glm4 glm5_next glm_moe gpt_oss granite granite_hybrid hunyuan hy_v4 inkling jamba kimi_linear "
-    "kolibri lfm2 ling llama llama4 longcat mamba mimo minicpm minimax minimax_m3 ministral3 mistral mistral4 mixtral "
-    "nemotron_h older olmo olmo2 olmo_hybrid own_code phi3 phimoe qwen2 qwen3 qwen3_5 qwen3_next qwen4 qwen_moe "
-    "seed_oss smollm3 step3 zamba2 zaya"
+    "afmoe apertus arcee bitnet cohere deepseek deepseek_sparse deepseek_v4 dots3 ernie exaone falcon_h1 gemma2 "
+    "gemma3 gemma3n gemma4 glm4 glm5_next glm_moe gpt_oss granite granite_hybrid hunyuan hy_v4 inkling inkling2 jamba "
+    "kimi_linear kolibri lfm2 ling llama llama4 longcat mamba mimo minicpm minimax minimax_m3 ministral3 mistral "
+    "mistral4 mixtral nemotron_h older olmo olmo2 olmo_hybrid own_code phi3 phimoe qwen2 qwen3 qwen3_5 qwen3_next "
+    "qwen4 qwen_moe seed_oss smollm3 step3 zamba2 zaya"
 )
 """Files of this folder: their classes have the names of architectures."""
 OTHER_NAMES = {

@@ -32,7 +32,7 @@ from octavo.ops.gated_delta import gated_delta
 from octavo.ops.gated_norm import gated_norm
 from octavo.ops.grouped_linear import grouped_linear, grouped_output_mlp
 from octavo.ops.head_blocks import choose_head_blocks
-from octavo.ops.hyper_connections import enter_streams, last_streams, leave_streams
+from octavo.ops.hyper_connections import attend_streams, enter_streams, last_streams, leave_streams
 from octavo.ops.latent_attention import latent_attention, store_latents
 from octavo.ops.linear import concat, head_linear, linear, lora, put_columns, stacked_lora
 from octavo.ops.linear_attention import linear_attention

@@ -38,7 +38,7 @@ class HeadLayout(NamedTuple):
     softcap: float = 0.0
     """Scores become ``softcap * tanh(scores / softcap)``; 0 for no capping."""
     sinks_N: Tensor | None = None
-    """float32: an additional logit per head in the denominator of the softmax."""
+    """float32: an additional logit per head in the denominator of the softmax; [T, N] for each row of a step."""
     slopes_N: Tensor | None = None
     """float32: what a score loses for each position from the key to the query (ALiBi, arXiv 2108.12409)."""
     bias_TNE: Tensor | None = None
@@ -221,13 +221,7 @@ def attention(
         rows.of(cache).block_tables_SB,
         rows.cu_seqlens_q,
         rows.seq_lens_S,
-        heads.scale,
-        heads.window,
-        heads.softcap,
-        heads.sinks_N,
-        cache.scales,
-        heads.slopes_N,
-        heads.bias_TNE,
+        *(heads.scale, heads.window, heads.softcap, heads.sinks_N, cache.scales, heads.slopes_N, heads.bias_TNE),
     )
     return out_TNH.flatten(1).to(qkv_TW.dtype)
 
@@ -282,8 +276,8 @@ def paged_attention(
 
     With a ``window`` a row sees at most that many positions, its own included; with a ``softcap`` scores become
     ``softcap * tanh(scores / softcap)``; with ``slopes`` (float32) each then loses its head's slope times the distance
-    of its key, or gains a row's ``bias`` for that distance; ``sinks`` (float32) add a logit per head to the softmax's
-    denominator.
+    of its key, or gains a row's ``bias`` for that distance; ``sinks`` (float32) add a logit per head, or per
+    row and head [T, N], to the softmax's denominator.
 
     Caches are as those of a ``LayerCache`` and hold this step's keys and values already, divided by the ``scales`` if
     given. Rows ``cu_seqlens_q[s]`` to ``cu_seqlens_q[s + 1]`` (int32 [S + 1]) are the last positions of
@@ -293,7 +287,9 @@ def paged_attention(
     Contents before every row's window may be arbitrary, NaN of other sequences included: they change no result.
     Sums are computed in float32 at least.
     """
-    rule = Rule(scale, window, softcap, sinks_N, scales, slopes_N)
+    sinks = None if sinks_N is None else sinks_N.expand(q_TNH.shape[:2]).t()
+    bias = None if bias_TNE is None else bias_TNE.transpose(0, 1)
+    rule = Rule(scale, window, softcap, sinks, scales, slopes_N, bias)
     out_TNH = torch.empty_like(q_TNH)
     starts, seq_lens = cu_seqlens_q.tolist(), seq_lens_S.tolist()
     single: list[int] = []
@@ -304,8 +300,7 @@ def paged_attention(
         elif rows.stop > rows.start:
             seen_from = max(0, seq_len - (rows.stop - rows.start) - window + 1) if window else 0
             keys, values = context(k_cache, v_cache, block_tables_SB[s], seen_from, seq_len, q_TNH.shape[2])
-            own = rule if bias_TNE is None else rule._replace(bias=bias_TNE[rows].transpose(0, 1))
-            _attend(q_TNH[rows], keys, values, own, out_TNH[rows])
+            _attend(q_TNH[rows], keys, values, rule.of(rows), out_TNH[rows])
     single.sort(key=lambda s: seq_lens[s])
     while single:  # from the longest, as many as fit into one batch
         room = max(1, MAX_SCRATCH // (seq_lens[single[-1]] * k_cache.shape[1] * q_TNH.shape[2]))
@@ -313,8 +308,7 @@ def paged_attention(
         group_S = torch.tensor(group, device=q_TNH.device)
         rows_S = cu_seqlens_q[group_S].long()
         tables, lens_S = block_tables_SB[group_S], seq_lens_S[group_S]
-        own = rule if bias_TNE is None else rule._replace(bias=bias_TNE[rows_S].unsqueeze(2))
-        out_TNH[rows_S] = _attend_single(q_TNH[rows_S], k_cache, v_cache, tables, lens_S, own)
+        out_TNH[rows_S] = _attend_single(q_TNH[rows_S], k_cache, v_cache, tables, lens_S, rule.of(rows_S))
     return out_TNH
 
 
@@ -324,11 +318,19 @@ class Rule(NamedTuple):
     scale: float
     window: int
     softcap: float
-    sinks_N: Tensor | None
+    sinks: Tensor | None
+    """[..., N, rows], or [N, 1] for all rows"""
     scales: KVScales | None
     slopes_N: Tensor | None = None
     bias: Tensor | None = None
     """[..., N, rows, E]: what is added to scores by the distance of a key."""
+
+    def of(self, rows: slice | Tensor) -> Rule:
+        """That of some rows of a sequence, or of single ones, each of a sequence."""
+        bias, sinks = (None if x is None else x[:, rows] for x in (self.bias, self.sinks))
+        if isinstance(rows, Tensor):
+            bias, sinks = (None if x is None else x.transpose(0, 1).unsqueeze(2) for x in (bias, sinks))
+        return self._replace(bias=bias, sinks=sinks)
 
     def scaled(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values [..., K, C, H] of what the cache holds."""
@@ -341,9 +343,9 @@ class Rule(NamedTuple):
         """Softmax over the last axis of ``products`` [..., N, rows, C], which is overwritten; ``distance`` is that of
         each key to its row, for slopes."""
         scores = self.scores(products, is_hidden, distance)
-        if self.sinks_N is None:
+        if self.sinks is None:
             return scores.softmax(dim=-1)
-        sinks = self.sinks_N.to(scores.dtype)[:, None, None].expand(*scores.shape[:-1], 1)
+        sinks = self.sinks.to(scores.dtype).unsqueeze(-1).expand(*scores.shape[:-1], 1)
         return torch.cat((scores, sinks), dim=-1).softmax(dim=-1)[..., :-1]
 
     def scores(self, products: Tensor, is_hidden: Tensor, distance: Tensor | None = None) -> Tensor:
@@ -385,8 +387,7 @@ def _attend(q_QNH: Tensor, k_KCH: Tensor, v_KCH: Tensor, rule: Rule, out_QNH: Te
     for first in range(0, num_rows, chunk):
         q = q_QNH[first : first + chunk].to(dtype)
         Q = q.shape[0]
-        start = seq_len - num_rows + first
-        end = start + Q
+        start, end = seq_len - num_rows + first, seq_len - num_rows + first + Q
         q_KGQH = q.view(Q, K, N // K, H).permute(1, 2, 0, 3)
         products = (q_KGQH.reshape(K, -1, H) @ k_KCH[:, :end].mT).view(N, Q, end)
         positions_C = torch.arange(end, device=q.device)
@@ -394,8 +395,7 @@ def _attend(q_QNH: Tensor, k_KCH: Tensor, v_KCH: Tensor, rule: Rule, out_QNH: Te
         is_hidden_QC = distance_QC < 0
         if rule.window:
             is_hidden_QC |= distance_QC >= rule.window
-        own = rule if rule.bias is None else rule._replace(bias=rule.bias[:, first : first + Q])
-        weights = own.weights(products, is_hidden_QC, distance_QC)
+        weights = rule.of(slice(first, first + Q)).weights(products, is_hidden_QC, distance_QC)
         out_KGQH = (weights.view(K, -1, end) @ v_KCH[:, :end]).view(K, -1, Q, H)
         out_QNH[first : first + Q] = out_KGQH.permute(2, 0, 1, 3).reshape(Q, N, H)
 

@@ -199,7 +199,7 @@ def compressed_attention(
     """
     N, H = heads.num_heads, heads.head_dim
     wide = torch.promote_types(q_TNH.dtype, torch.float32)
-    rule = Rule(heads.scale, 0, 0.0, heads.sinks_N, None)
+    rule = Rule(heads.scale, 0, 0.0, None if heads.sinks_N is None else heads.sinks_N[:, None], None)
     out_TNH = torch.empty_like(q_TNH)
     for s, own, begin in _sequences(rows):
         end = begin + own.stop - own.start

@@ -101,3 +101,27 @@ def _sum(x_TX: Tensor, weights_TS: Tensor) -> Tensor:
     (T, X), S = x_TX.shape, weights_TS.shape[1]
     x_TSD = x_TX.view(T, S, X // S)
     return (weights_TS.unsqueeze(2) * x_TSD).sum(dim=1).to(x_TX.dtype)
+
+
+# ---- attend_streams: what a part of a layer gets of earlier streams and the present one, each token for itself.
+# Shapes: T tokens, S earlier streams, D model, Q queries.
+
+
+@op
+def attend_streams(x_TSD: Tensor, y_TD: Tensor, queries_QD: Tensor, eps: float) -> Tensor:
+    """Each query's attention to the streams ``x`` and, behind them, ``y``, a new tensor of float32 [Q, T, D].
+
+    Keys and values are the streams divided by their root mean squares; scores are products over the root of D. The
+    queries are float32; ``x`` may be some columns of wider rows, and have no stream.
+    """
+    wide = torch.promote_types(queries_QD.dtype, torch.float32)
+    streams = [*x_TSD.to(wide).unbind(1), y_TD.to(wide)]
+    normed = [x_TD * torch.rsqrt(x_TD.square().mean(dim=1, keepdim=True) + eps) for x_TD in streams]
+    found = []
+    for query_D in queries_QD / queries_QD.shape[1] ** 0.5:
+        scores_TS = torch.cat([(x_TD * query_D).sum(dim=1, keepdim=True) for x_TD in normed], dim=1)
+        total_TD = torch.zeros_like(normed[0])
+        for x_TD, weight_T1 in zip(normed, scores_TS.softmax(dim=1).unsqueeze(2).unbind(1), strict=True):
+            total_TD += weight_T1 * x_TD
+        found.append(total_TD)
+    return torch.stack(found)

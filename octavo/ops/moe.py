@@ -155,7 +155,20 @@ class SquaredReLU(NamedTuple):
         return squared_relu(up)
 
 
-ExpertActivation = Activation | ClampedSwish | CappedSwish | SquaredReLU
+class SoftcappedSwish(NamedTuple):
+    """The gate of Inkling 2: ``g tanh(gate / g) * sigmoid(gate) * u tanh(up / u)``."""
+
+    gate_cap: float
+    up_cap: float
+
+    def __call__(self, gate_up: Tensor) -> Tensor:
+        wide = gate_up.to(torch.promote_types(gate_up.dtype, torch.float32))
+        gate, up = wide.chunk(2, dim=-1)
+        capped = self.gate_cap * torch.tanh(gate / self.gate_cap) * sigmoid(gate)
+        return (capped * (self.up_cap * torch.tanh(up / self.up_cap))).to(gate_up.dtype)
+
+
+ExpertActivation = Activation | ClampedSwish | CappedSwish | SoftcappedSwish | SquaredReLU
 
 
 def has_gates(activation: ExpertActivation) -> bool:

@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from octavo.ops.activation import add_scaled, gelu, gelu_and_mul, sigmoid_and_mul, silu_and_mul
-from octavo.ops.moe import CappedSwish, ClampedSwish, ExpertActivation, SquaredReLU
+from octavo.ops.moe import CappedSwish, ClampedSwish, ExpertActivation, SoftcappedSwish, SquaredReLU
 from octavo_kernels.triton.launch import after_predecessor, declines_floats, launch
 
 # ---- gates: The gates of gated activations, for kernels that hold a gate and an up.
@@ -26,6 +26,8 @@ def activation_of(activation: ExpertActivation | None) -> dict[str, Any]:
     if isinstance(activation, CappedSwish):
         cap = activation.limit if activation.cap is None else activation.cap
         return {"ACTIVATION": "capped_swish", "ALPHA": cap, "LIMIT": activation.limit}
+    if isinstance(activation, SoftcappedSwish):
+        return {"ACTIVATION": "softcapped_swish", "ALPHA": activation.gate_cap, "LIMIT": activation.up_cap}
     name = "squared_relu" if isinstance(activation, SquaredReLU) else activation
     return {"ACTIVATION": name, "ALPHA": 0.0, "LIMIT": 0.0}
 
@@ -34,10 +36,11 @@ def activation_of(activation: ExpertActivation | None) -> dict[str, Any]:
 def gated(
     gate: tl.tensor, up: tl.tensor, ACTIVATION: tl.constexpr, ALPHA: tl.constexpr = 0.0, LIMIT: tl.constexpr = 0.0
 ) -> tl.tensor:
-    """``act(gate) * up`` in float32; ACTIVATION is "silu", "gelu", "gelu_tanh", "clamped_swish" (``ClampedSwish``) or
-    "capped_swish" (``CappedSwish``)."""
+    """``act(gate) * up`` in float32; ACTIVATION is "silu", "gelu", "gelu_tanh", "clamped_swish" (``ClampedSwish``),
+    "capped_swish" (``CappedSwish``) or "softcapped_swish" (``SoftcappedSwish``)."""
+    SOFTLY: tl.constexpr = ACTIVATION == "softcapped_swish"
     CLAMPS: tl.constexpr = ACTIVATION == "clamped_swish" or ACTIVATION == "capped_swish"
-    tl.static_assert(ACTIVATION == "silu" or ACTIVATION == "gelu" or ACTIVATION == "gelu_tanh" or CLAMPS)
+    tl.static_assert(ACTIVATION == "silu" or ACTIVATION == "gelu" or ACTIVATION == "gelu_tanh" or CLAMPS or SOFTLY)
     if CLAMPS:
         up = tl.where(up > LIMIT, LIMIT, tl.where(up < -LIMIT, -LIMIT, up))  # NaN stays NaN
     if ACTIVATION == "clamped_swish":
@@ -48,6 +51,10 @@ def gated(
         gate = gate * tl.sigmoid(gate)
         gate = tl.where(gate > ALPHA, ALPHA, gate)
         share = 1.0
+    elif SOFTLY:
+        share = tl.sigmoid(gate)
+        gate = ALPHA * (2.0 * tl.sigmoid(2.0 / ALPHA * gate) - 1.0)
+        up = LIMIT * (2.0 * tl.sigmoid(2.0 / LIMIT * up) - 1.0)
     elif ACTIVATION == "silu":
         share = tl.sigmoid(gate)
     elif ACTIVATION == "gelu":

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from octavo.ops.hyper_connections import Mixed, StreamMaps, enter_streams, leave_streams
+from octavo.ops.hyper_connections import Mixed, StreamMaps, attend_streams, enter_streams, leave_streams
 from octavo.ops.linear import linear
 from octavo_kernels.triton.launch import after_predecessor, declines_floats, launch
 
@@ -107,3 +107,54 @@ def leave_streams_triton(y_TD: Tensor, x_TX: Tensor, post_TS: Tensor, mix_TSS: T
         block = min(BLOCK, triton.next_power_of_2(D))
         launch(leave_streams_kernel, (T, triton.cdiv(D, block)), *vectors, out_TX, S=S, D=D, BLOCK=block, num_warps=4)
     return out_TX
+
+
+# ---- attend_streams: ``attend_streams`` for CUDA devices, a program for each token and query.
+
+
+@triton.jit(do_not_specialize=["S"])
+def attend_streams_kernel(
+    x_ptr: tl.tensor, y_ptr: tl.tensor, queries_ptr: tl.tensor, out_ptr: tl.tensor, x_stride: tl.tensor,
+    y_stride: tl.tensor, S: tl.tensor, scale: tl.tensor, eps: tl.tensor, D: tl.constexpr, BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+) -> None:  # fmt: skip
+    """The sum grows stream by stream, the present one last."""
+    t, q, d_B = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.arange(0, BLOCK)
+    is_in_B = d_B < D
+    query_B = tl.load(queries_ptr + q * D + d_B, mask=is_in_B, other=0.0) * scale
+    after_predecessor(PDL)
+    peak, total, sum_B = float("-inf"), 0.0, tl.zeros([BLOCK], tl.float32)
+    for s in tl.range(0, S):
+        x_B = tl.load(x_ptr + t * x_stride + s * D + d_B, mask=is_in_B, other=0.0).to(tl.float32)
+        peak, total, sum_B = _with_stream(x_B, query_B, peak, total, sum_B, eps, D)
+    y_B = tl.load(y_ptr + t * y_stride + d_B, mask=is_in_B, other=0.0).to(tl.float32)
+    peak, total, sum_B = _with_stream(y_B, query_B, peak, total, sum_B, eps, D)
+    tl.store(out_ptr + (q * tl.num_programs(0) + t) * D + d_B, sum_B / total, mask=is_in_B)
+
+
+@triton.jit
+def _with_stream(
+    x_B: tl.tensor, query_B: tl.tensor, peak: tl.tensor, total: tl.tensor, sum_B: tl.tensor, eps: tl.tensor,
+    D: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:  # fmt: skip
+    normed_B = x_B * tl.rsqrt(tl.sum(x_B * x_B, 0) / D + eps)
+    score = tl.sum(normed_B * query_B, 0)
+    higher = tl.maximum(peak, score)
+    fade, weight = tl.exp(peak - higher), tl.exp(score - higher)
+    return higher, total * fade + weight, sum_B * fade + normed_B * weight
+
+
+@attend_streams.kernel(device="cuda", name="triton", preference=10, supports=declines_floats)
+def attend_streams_triton(x_TSD: Tensor, y_TD: Tensor, queries_QD: Tensor, eps: float) -> Tensor:
+    """See ``ops.attend_streams``."""
+    (T, S, D), Q = x_TSD.shape, len(queries_QD)
+    assert y_TD.stride(1) == 1, "the numbers of a stream must lie side by side"
+    assert not S or x_TSD.stride()[1:] == (D, 1), "the streams of a token must lie side by side"
+    out_QTD = torch.empty(Q, T, D, dtype=torch.float32, device=y_TD.device)
+    if T:
+        block = triton.next_power_of_2(D)
+        launch(
+            attend_streams_kernel, (T, Q), x_TSD, y_TD, queries_QD, out_QTD, x_TSD.stride(0), y_TD.stride(0), S,
+            D**-0.5, eps, D=D, BLOCK=block, num_warps=8 if block > BLOCK else 4,
+        )  # fmt: skip
+    return out_QTD

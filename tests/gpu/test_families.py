@@ -47,6 +47,7 @@ STATE_TYPES = {
     "zaya",
     "qwen4_exp_text",
     "inkling_text",
+    "inkling2_text",
 }
 WITH_STATE = [row for row in ROWS if ROWS[row][0] in STATE_TYPES]
 

@@ -102,7 +102,7 @@ FAMILIES = (
     *("lfm2/conv", "falcon_h1/factors", "kimi_linear/experts", "mamba2/alone", "falcon_mamba/norms"),
     *("minimax/lightning", "jamba/experts", "zamba2/in_turn", "bailing_hybrid/bounded"),
     *("nemotron_h/experts", "granitemoehybrid/experts", "olmo_hybrid/no_positions", "qwen3_next/some_layers_dense"),
-    *("zaya/two_windows", "qwen4_exp_text/blocks", "inkling_text/biases"),
+    *("zaya/two_windows", "qwen4_exp_text/blocks", "inkling_text/biases", "inkling2_text/blocks"),
 )
 
 

@@ -157,6 +157,20 @@ INKLING = {
     "route_scale": 1.5,
     "logits_mup_width_multiplier": 2.0,
 }
+INKLING2 = {
+    **{key: INKLING[key] for key in ("head_dim", "swa_head_dim", "swa_num_attention_heads", "swa_num_key_value_heads")},
+    **{key: INKLING[key] for key in ("sliding_window_size", "rel_extent", "d_rel", "moe_intermediate_size")},
+    **{key: INKLING[key] for key in ("log_scaling_n_floor", "log_scaling_alpha", "n_routed_experts", "route_scale")},
+    "num_hidden_layers": 5,
+    "layer_types": ["hybrid_sliding", "hybrid", "hybrid_sliding", "hybrid", "hybrid_sliding"],
+    "num_experts_per_tok": 2,
+    "n_layers_per_attn_res_block": 2,
+    "qk_l2_clip_threshold": 3.0,
+    "rel_l2_clip_threshold": 2.0,
+    "mlp_gate_softcap": 0.2,
+    "mlp_up_softcap": 0.3,
+    "final_logit_softcapping": 2.0,
+}
 ZAYA = {"head_dim": 16, "moe_intermediate_size": 24, "num_experts": 4, "router_hidden_size": 12}
 DEEPSEEK_V4 = {
     "num_key_value_heads": 1,
@@ -573,6 +587,12 @@ ROWS: dict[str, tuple[str, dict[str, Any]]] = {
         {**INKLING, "num_hidden_layers": 2, "layer_types": ["hybrid_sliding", "hybrid"], "sconv_kernel_size": 3}
         | {"mlp_layer_types": None, "n_shared_experts": 1, "log_scaling_n_floor": None, "rel_extent": 500},
     ),
+    "inkling2_text/blocks": ("inkling2_text", INKLING2),
+    "inkling2_text/whole": (
+        "inkling2_text",
+        {**INKLING2, "num_hidden_layers": 2, "layer_types": ["hybrid", "hybrid_sliding"], "conv_kernel_size": 3}
+        | {"rel_extent": 500, "sliding_window_size": 600, "n_layers_per_attn_res_block": 3, "num_key_value_heads": 1},
+    ),
     "gpt2/small": ("gpt2", GPT2),
     "gpt2/scaled_by_layer": ("gpt2", {**GPT2, "n_inner": 40, "scale_attn_by_inverse_layer_idx": True}),
     "gpt2/unscaled_untied": (
@@ -631,6 +651,9 @@ RANDOM = (
     "hc.base",
     "hc.scale",
     "hc_base",
+    "static_weight",
+    ".query",
+    "l2_clip.scale",
 )
 """Parameters that begin as all ones or zeros, where mistakes would not show."""
 

@@ -121,3 +121,15 @@ def test_streams_against_float64() -> None:
         torch.testing.assert_close(found.sum_TD[t].double(), pre @ streams, atol=2e-6, rtol=1e-5)
         expected = mix.T @ streams + post.unsqueeze(1) * y[t].double()
         torch.testing.assert_close(left[t].double().view(S, D), expected, atol=2e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("S", [0, 1, 3])
+def test_attention_to_streams_against_float64(S: int) -> None:
+    T, D, Q = 4, 20, 3
+    x, y, queries = torch.randn(T, S + 2, D)[:, :S], torch.randn(T, D) * 9, torch.randn(Q, D) * 3
+    found = ops.attend_streams(x, y, queries, 1e-5)
+    for t in range(T):
+        streams = torch.cat((x[t], y[t : t + 1])).double()
+        streams = streams * (streams.square().mean(dim=1, keepdim=True) + 1e-5) ** -0.5
+        expected = (queries.double() @ streams.T / D**0.5).softmax(dim=1) @ streams
+        torch.testing.assert_close(found[:, t].double(), expected, atol=2e-6, rtol=1e-5)

@@ -153,7 +153,8 @@ def exact(case: Case) -> Tensor:
             if heads.bias_TNE is not None:
                 scores = with_bias(scores, heads.bias_TNE[t])
             if heads.sinks_N is not None:
-                scores = torch.cat((scores, heads.sinks_N.double()[:, None]), dim=1)
+                sinks_TN = heads.sinks_N.double().expand(len(out), N)
+                scores = torch.cat((scores, sinks_TN[t][:, None]), dim=1)
             weights = scores.softmax(-1)[:, : keys[seen].shape[0]]
             out[t] = torch.einsum("nc,cnh->nh", weights, values[seen])
     return out.flatten(1)
@@ -214,6 +215,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "biases of distances": {"bias_TNE": torch.linspace(-3, 4, 68 * 6 * 90).sin().view(68, 6, 90)},
     "biases and a window": {"bias_TNE": torch.linspace(-3, 400, 68 * 6 * 5).sin().view(68, 6, 5), "window": 37},
     "sinks": {"sinks_N": torch.linspace(-2, 4, 6)},
+    "sinks of rows": {"sinks_N": torch.linspace(-2, 40, 68 * 6).sin().view(68, 6) * 4},
     "norms": {"q_norm_H": torch.linspace(0.5, 2, 24), "k_norm_H": torch.linspace(-1, 1, 24), "norm_eps": 1e-4},
 }
 

@@ -8,13 +8,12 @@ from torch import Tensor
 from torch.nn import functional
 
 from octavo import ops
-from octavo.ops.linear import Activation
-from octavo.ops.moe import CappedSwish, ClampedSwish, Experts
+from octavo.ops.moe import CappedSwish, ClampedSwish, ExpertActivation, Experts, SoftcappedSwish
 
 T, D, F, X, S = 23, 32, 16, 7, 3
 
 
-def make(activation: Activation | ClampedSwish | CappedSwish, has_biases: bool, dtype: torch.dtype) -> Experts:
+def make(activation: ExpertActivation, has_biases: bool, dtype: torch.dtype) -> Experts:
     torch.manual_seed(len(str(activation)) + has_biases)
     biases = [torch.randn(X, 2 * F, dtype=dtype), torch.randn(X, D, dtype=dtype)] if has_biases else [None, None]
     return Experts(torch.randn(X, 2 * F, D, dtype=dtype), torch.randn(X, D, F, dtype=dtype), activation, *biases)
@@ -33,6 +32,8 @@ def one_by_one(x_TD: Tensor, ids_TS: Tensor, shares_TS: Tensor, experts: Experts
             gate = gate / (1 + torch.exp(-experts.activation.alpha * gate))
         elif isinstance(experts.activation, CappedSwish):
             gate, up = (gate / (1 + torch.exp(-gate))).clamp(max=experts.activation.cap or 0.4), up.clamp(-0.4, 0.4)
+        elif isinstance(experts.activation, SoftcappedSwish):
+            gate, up = 3 * (gate / 3).tanh() / (1 + torch.exp(-gate)), 2 * (up / 2).tanh()
         elif experts.activation == "silu":
             gate = gate / (1 + torch.exp(-gate))
         else:
@@ -45,10 +46,11 @@ def one_by_one(x_TD: Tensor, ids_TS: Tensor, shares_TS: Tensor, experts: Experts
 
 
 @pytest.mark.parametrize(
-    "activation", ["silu", "gelu_tanh", ClampedSwish(1.7, 2.0), CappedSwish(0.4), CappedSwish(0.4, 0.3)]
+    "activation",
+    ["silu", "gelu_tanh", ClampedSwish(1.7, 2.0), CappedSwish(0.4), CappedSwish(0.4, 0.3), SoftcappedSwish(3.0, 2.0)],
 )
 @pytest.mark.parametrize("has_biases", [False, True])
-def test_experts_are_what_they_say(activation: Activation | ClampedSwish | CappedSwish, has_biases: bool) -> None:
+def test_experts_are_what_they_say(activation: ExpertActivation, has_biases: bool) -> None:
     experts = make(activation, has_biases, torch.float32)
     x, shares = torch.randn(T, D), torch.rand(T, S)
     ids = torch.stack([torch.randperm(X - 1)[:S] for _ in range(T)])  # one expert has no rows

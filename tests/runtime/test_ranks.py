@@ -244,7 +244,7 @@ def compare(
 KEY_HEADS = {
     **dict.fromkeys(("mamba2", "nemotron_h"), "n_groups"),
     "zamba2": "mamba_ngroups",
-    "inkling_text": "num_key_value_heads",
+    **dict.fromkeys(("inkling_text", "inkling2_text"), "num_key_value_heads"),
     **dict.fromkeys(("bamba", "falcon_h1", "granitemoehybrid"), "mamba_n_groups"),
     **dict.fromkeys(("qwen3_next", "qwen3_5", "qwen3_5_moe", "qwen4_exp_text"), "linear_num_key_heads"),
 }
@@ -290,7 +290,8 @@ def test_ranks_give_the_tokens_of_one_device(row: str, size: int, tmp_path: Path
 
 
 WITHOUT_STAGES = (
-    *("deepseek_v4", "gemma3n", "gemma4/own", "glm5_next", "hy_v4", "longcat", "qwen4_exp", "zamba2", "zaya"),
+    *("deepseek_v4", "gemma3n", "gemma4/own", "glm5_next", "hy_v4", "inkling2", "longcat", "qwen4_exp", "zamba2"),
+    "zaya",
 )
 """Families whose layers need more of the ones before than the residual stream, or have names in common with them."""
 

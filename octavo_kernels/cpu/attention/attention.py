@@ -235,6 +235,7 @@ def _attended(
     tables, starts, lengths = (x.to(torch.int32).contiguous() for x in ints)
     slots = slots.contiguous()
     bias_TNE = None if heads.bias_TNE is None else heads.bias_TNE.float().contiguous()
+    sinks = None if heads.sinks_N is None else heads.sinks_N.contiguous()
     if bias_TNE is not None and bias_TNE.shape[:2] != (T, N):
         raise ValueError(f"attention: bias {list(bias_TNE.shape)} for {T} rows of {N} heads")
     out_TNX = torch.empty(T, N, H if part is None else H + 1)
@@ -245,7 +246,8 @@ def _attended(
         *(address(norms[0]), address(norms[1]), heads.norm_eps, address(cos_TR), address(sin_TR), R),
         *(slots.data_ptr(), cache.keys.data_ptr(), cache.values.data_ptr(), num_blocks, block_size),
         *(tables.data_ptr(), tables.shape[1], starts.data_ptr(), lengths.data_ptr(), len(lengths)),
-        *(heads.window, heads.softcap, address(heads.sinks_N), address(heads.slopes_N)),
+        *(heads.window, heads.softcap, address(sinks), 0 if sinks is None or sinks.dim() == 1 else N),
+        address(heads.slopes_N),
         *(address(bias_TNE), 0 if bias_TNE is None else bias_TNE.shape[2], *_scales(cache, H)),
         *(*(part or (0, 1)), out_TNX.data_ptr(), out_TNX.shape[2], *[0] * 5),
     )

@@ -14,14 +14,15 @@ from octavo_kernels.cpu.rows.norms import normalise_row
 
 STEP = fields(
     "prepare attend qkv T N K stored H width scale:float q_norm k_norm eps:float cos sin R slots k_cache v_cache "
-    "num_blocks block_size tables table_width starts lengths S window softcap:float sinks slopes bias extent "
-    "k_scales v_scales factor:float part num_parts out out_width q tiles num_tiles parts counts"
+    "num_blocks block_size tables table_width starts lengths S window softcap:float sinks sinks_stride slopes bias "
+    "extent k_scales v_scales factor:float part num_parts out out_width q tiles num_tiles parts counts"
 )
 """Arguments of the tasks of one call; addresses are 0 for absent tensors. ``width`` is H rounded up to a multiple of
-16; ``stored`` is K, or 0 where another layer has stored the keys and values; ``bias`` is float32 [T, N, extent]. What
-is stored are keys and values over their scales, float32 [K]; what is read of them has to be multiplied by ``factor``
-besides. The caches hold positions ``part``, ``part + num_parts`` and so on. Results are float32 [T, N, out_width],
-where that of H + 1 has the logarithm of the softmax's sum last.
+16; ``stored`` is K, or 0 where another layer has stored the keys and values; ``bias`` is float32 [T, N, extent]. From
+the sinks of a row to those of the next are ``sinks_stride`` numbers. What is stored are keys and values over their
+scales, float32 [K]; what is read of them has to be multiplied by ``factor`` besides. The caches hold positions
+``part``, ``part + num_parts`` and so on. Results are float32 [T, N, out_width], where that of H + 1 has the logarithm
+of the softmax's sum last.
 
 The last five are set by the driver: queries float32 [T, N, width], the tiles, scratch for their parts, and how many
 parts of a row are stored, int64 [slots, K] of which each row uses the first of its slots.

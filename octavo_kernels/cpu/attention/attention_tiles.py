@@ -177,7 +177,7 @@ def _finish(number_format: int, a: Any, t: int, head: int, total: Any) -> None:
     """Divide outputs by the sum of weights, which includes the sink if there is one; it is 0 where nothing is seen."""
     if a.sinks:
         sink = np.zeros(STATE + a.width, np.float32)
-        sink[0], sink[1] = view(a.sinks, a.N, np.float32)[head], 1
+        sink[0], sink[1] = view(a.sinks + 4 * t * a.sinks_stride, a.N, np.float32)[head], 1
         merge(total.ctypes.data, sink.ctypes.data, a.width // LANES)
         keep(sink)
     rotate(number_format, total[STATE:])

@@ -120,7 +120,7 @@ def run_decode_attention(
         counters(x_TW.device, MAX_PAIRS),
         scale / heads.softcap if heads.softcap else scale * LOG2_E.value,
         heads.softcap * LOG2_E.value,
-        *(heads.norm_eps, extent_of(heads.bias_TNE), x_TW.stride(0), out_TW.stride(0)),
+        *(heads.norm_eps, extent_of(heads.bias_TNE), sinks_stride(heads.sinks_N), x_TW.stride(0), out_TW.stride(0)),
         prologue.cos_TR.stride(0) if prologue and prologue.cos_TR is not None else 0,
         block_tables_SB.stride(0),
         keys.stride(0),
@@ -138,6 +138,12 @@ def extent_of(bias_TNE: Tensor | None) -> int:
         return 0
     assert bias_TNE.is_contiguous(), "the biases of a row must lie side by side"
     return bias_TNE.shape[2]
+
+
+def sinks_stride(sinks_N: Tensor | None) -> int:
+    """From the sinks of a row to those of the next one; 0 where all rows have the same."""
+    assert sinks_N is None or sinks_N.is_contiguous(), "the sinks of a row must lie side by side"
+    return 0 if sinks_N is None or sinks_N.dim() == 1 else sinks_N.shape[1]
 
 
 def _constants(
@@ -189,19 +195,19 @@ def _decode_kernel(
     k_cache: tl.tensor, v_cache: tl.tensor, k_scales: tl.tensor, v_scales: tl.tensor, tables: tl.tensor,
     cu_seqlens: tl.tensor, seq_lens: tl.tensor, sinks: tl.tensor, slopes: tl.tensor, biases: tl.tensor, out: tl.tensor,
     parts: tl.tensor, logs: tl.tensor, counters: tl.tensor, scale: tl.tensor, cap: tl.tensor, eps: tl.tensor,
-    extent: tl.tensor, x_stride: tl.tensor, out_stride: tl.tensor, angle_stride: tl.tensor, table_stride: tl.tensor,
-    block_stride: tl.tensor, max_splits: tl.tensor, min_tiles: tl.tensor, HEAD_STRIDE: tl.constexpr,
-    SLOT_STRIDE: tl.constexpr, BLOCK_SIZE: tl.constexpr, BY_ROW: tl.constexpr, RANK: tl.constexpr, PARTS: tl.constexpr,
-    X: tl.constexpr, K: tl.constexpr, G: tl.constexpr, H: tl.constexpr, R: tl.constexpr, GP: tl.constexpr,
-    HP: tl.constexpr, ROWS: tl.constexpr, WINDOW: tl.constexpr, CAPPED: tl.constexpr, PROLOGUE: tl.constexpr,
-    TILE: tl.constexpr, SHARES: tl.constexpr, SPLIT: tl.constexpr, AT_ONCE: tl.constexpr, DOT: tl.constexpr,
-    STAGES: tl.constexpr, RUN: tl.constexpr, PLANES: tl.constexpr, ASSEMBLY: tl.constexpr, PDL: tl.constexpr,
+    extent: tl.tensor, sinks_stride: tl.tensor, x_stride: tl.tensor, out_stride: tl.tensor, angle_stride: tl.tensor,
+    table_stride: tl.tensor, block_stride: tl.tensor, max_splits: tl.tensor, min_tiles: tl.tensor,
+    HEAD_STRIDE: tl.constexpr, SLOT_STRIDE: tl.constexpr, BLOCK_SIZE: tl.constexpr, BY_ROW: tl.constexpr,
+    RANK: tl.constexpr, PARTS: tl.constexpr, X: tl.constexpr, K: tl.constexpr, G: tl.constexpr, H: tl.constexpr,
+    R: tl.constexpr, GP: tl.constexpr, HP: tl.constexpr, ROWS: tl.constexpr, WINDOW: tl.constexpr, CAPPED: tl.constexpr,
+    PROLOGUE: tl.constexpr, TILE: tl.constexpr, SHARES: tl.constexpr, SPLIT: tl.constexpr, AT_ONCE: tl.constexpr,
+    DOT: tl.constexpr, STAGES: tl.constexpr, RUN: tl.constexpr, PLANES: tl.constexpr, ASSEMBLY: tl.constexpr,
+    PDL: tl.constexpr,
 ) -> None:  # fmt: skip
     """``GP``, ``HP``: G and H filled up to powers of two, H to 16 numbers a plane; ``ROWS``: the queries of a tile."""
     split, kv_head, seq = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     d, g, t = tl.arange(0, HP), tl.arange(0, GP), _places(TILE, SHARES)
-    if not PROLOGUE:
-        after_predecessor(PDL)  # it stored the step's keys and values
+    after_predecessor(PDL and not PROLOGUE)  # it stored the step's keys and values
     row, length, own, is_here = _row(seq, cu_seqlens, seq_lens, PROLOGUE, BY_ROW, RANK, PARTS)
     length, seen_from, num_runs, begin, last = _run(length, split, max_splits, min_tiles, RANK, PARTS, WINDOW, TILE)
     is_active, x, tables = split < num_runs, x + row * x_stride, tables + own * table_stride
@@ -215,8 +221,7 @@ def _decode_kernel(
     d_GD, d_TD = tl.broadcast_to(d[None, :], [GP, HP]), tl.broadcast(d, is_own)[0]
     k_scale, v_scale = load_scales(k_scales, v_scales, kv_head)
     q_weights, k_weights = load_norm(q_norm, d_GD, H, R), load_norm(k_norm, d, H, R)
-    if PROLOGUE:
-        after_predecessor(PDL)
+    after_predecessor(PDL and PROLOGUE)
     q_heads = load_heads(x + ((kv_head * G + g) * H)[:, None], (g < G)[:, None] & is_active, d_GD, H, R)
     if PROLOGUE:
         k_head = load_heads(x + (K * G + kv_head) * H, is_active, d, H, R)
@@ -241,8 +246,9 @@ def _decode_kernel(
         block_stride, SLOT_STRIDE, BLOCK_SIZE, H, HP, WINDOW, CAPPED, TILE, SHARES, DOT, STAGES, RUN, PLANES, ASSEMBLY,
     )  # fmt: skip
     _finish(
-        out + row * out_stride, parts, logs, counters, (peak, total, acc * v_scale), sinks, split, num_runs,
-        seq.to(tl.int64) * K + kv_head, kv_head * G, g, d, max_splits, G, GP, H, HP, X, SPLIT, AT_ONCE, RUN,
+        out + row * out_stride, parts, logs, counters, (peak, total, acc * v_scale), _of_row(sinks, row, sinks_stride),
+        split, num_runs, seq.to(tl.int64) * K + kv_head, kv_head * G, g, d, max_splits, G, GP, H, HP, X, SPLIT,
+        AT_ONCE, RUN,
     )  # fmt: skip
 
 
@@ -478,6 +484,11 @@ def _scores(q: tl.tensor, k: tl.tensor, scores: tl.tensor | None, DOT: tl.conste
         if scores is not None:
             products += scores
     return products
+
+
+@triton.jit
+def _of_row(sinks: tl.tensor | None, row: tl.tensor, sinks_stride: tl.tensor) -> tl.tensor | None:
+    return None if sinks is None else sinks + row * sinks_stride
 
 
 @triton.jit

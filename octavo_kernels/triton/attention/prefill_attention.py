@@ -19,7 +19,7 @@ from torch import Tensor
 from octavo.ops.attention import KVScales
 from octavo.ops.collective import WHOLE_CONTEXT, ContextPart
 from octavo_kernels.triton.attention.cached_rows import least_width, load_rows, row_assembly, run_of, turned_back
-from octavo_kernels.triton.attention.decode_attention import extent_of
+from octavo_kernels.triton.attention.decode_attention import extent_of, sinks_stride
 from octavo_kernels.triton.attention.decode_qkv import load_scales
 from octavo_kernels.triton.launch import after_predecessor, launch, num_multiprocessors, shared_bytes
 from octavo_kernels.triton.split_sums import LOG2_E, NO_SCORE, part_count, store_log
@@ -106,7 +106,7 @@ def prefill_attention(
         _prefill_kernel, (K, full + min(S, max(MAX_SPARE, at_once - full))),
         q_TNH, k_cache, v_cache, out_TNH, block_tables_SB, cu_seqlens_q, seq_lens_S, sinks_N, slopes_N, bias_TNE,
         *(scales or (None, None)),
-        extent_of(bias_TNE), 1.0 if softcap else LOG2_E.value * scale, cap_in,
+        extent_of(bias_TNE), sinks_stride(sinks_N), 1.0 if softcap else LOG2_E.value * scale, cap_in,
         LOG2_E.value * softcap, window, S,
         q_TNH.stride(0), out_TNH.stride(0), block_tables_SB.stride(0), *k_cache.stride()[:2], *v_cache.stride()[:2],
         RANK=part.rank, PARTS=part.size, X=X,
@@ -129,13 +129,14 @@ def config_for(element: int, head_block: int, room: int) -> PrefillTile:
 def _prefill_kernel(
     q_ptr: tl.tensor, k_ptr: tl.tensor, v_ptr: tl.tensor, out_ptr: tl.tensor, tables_ptr: tl.tensor,
     cu_seqlens_ptr: tl.tensor, seq_lens_ptr: tl.tensor, sinks_ptr: tl.tensor, slopes_ptr: tl.tensor,
-    bias_ptr: tl.tensor, k_scale_ptr: tl.tensor, v_scale_ptr: tl.tensor, extent: tl.tensor, scale: tl.tensor,
-    cap_in: tl.tensor, cap_out: tl.tensor, window: tl.tensor, S: tl.tensor, q_stride: tl.tensor, out_stride: tl.tensor,
-    table_stride: tl.tensor, k_block_stride: tl.tensor, k_head_stride: tl.tensor, v_block_stride: tl.tensor,
-    v_head_stride: tl.tensor, RANK: tl.constexpr, PARTS: tl.constexpr, X: tl.constexpr, GROUP: tl.constexpr,
-    H: tl.constexpr, HEAD_BLOCK: tl.constexpr, BLOCK_SIZE: tl.constexpr, SLOT_STRIDE: tl.constexpr, ROWS: tl.constexpr,
-    KEYS: tl.constexpr, RUN: tl.constexpr, ASSEMBLY: tl.constexpr, SEQUENCES: tl.constexpr, SKIP_SINGLE: tl.constexpr,
-    HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+    bias_ptr: tl.tensor, k_scale_ptr: tl.tensor, v_scale_ptr: tl.tensor, extent: tl.tensor, sinks_stride: tl.tensor,
+    scale: tl.tensor, cap_in: tl.tensor, cap_out: tl.tensor, window: tl.tensor, S: tl.tensor, q_stride: tl.tensor,
+    out_stride: tl.tensor, table_stride: tl.tensor, k_block_stride: tl.tensor, k_head_stride: tl.tensor,
+    v_block_stride: tl.tensor, v_head_stride: tl.tensor, RANK: tl.constexpr, PARTS: tl.constexpr, X: tl.constexpr,
+    GROUP: tl.constexpr, H: tl.constexpr, HEAD_BLOCK: tl.constexpr, BLOCK_SIZE: tl.constexpr, SLOT_STRIDE: tl.constexpr,
+    ROWS: tl.constexpr, KEYS: tl.constexpr, RUN: tl.constexpr, ASSEMBLY: tl.constexpr, SEQUENCES: tl.constexpr,
+    SKIP_SINGLE: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, STAGES: tl.constexpr,
+    PDL: tl.constexpr,
 ) -> None:  # fmt: skip
     """Compute the tiles of one kv head, those of a sequence from its last rows, which see most keys, to its first."""
     TOKENS: tl.constexpr = ROWS // GROUP
@@ -149,10 +150,6 @@ def _prefill_kernel(
     scale, cap_in = (scale, cap_in * k_scale) if HAS_SOFTCAP else (scale * k_scale, cap_in)
     after_predecessor(PDL)
     first_peak_M, first_sum_M = tl.full([ROWS], NO_SCORE, tl.float32), tl.zeros([ROWS], tl.float32)
-    if sinks_ptr is not None:  # a sink is a key whose value is 0
-        sink_M = tl.load(sinks_ptr + head_M, mask=row_M < TOKENS * GROUP, other=0.0)
-        first_peak_M = tl.maximum(sink_M * LOG2_E, NO_SCORE)
-        first_sum_M += 1.0
     slope_M, is_head_M = None, row_M < TOKENS * GROUP
     if slopes_ptr is not None:  # of scores before their scale
         slope_M = tl.load(slopes_ptr + head_M, mask=is_head_M, other=0.0) * (LOG2_E / scale)
@@ -173,6 +170,8 @@ def _prefill_kernel(
         token_M = first + row_M // GROUP
         is_row_M = (token_M < stop) & (row_M < TOKENS * GROUP)
         is_in_MH = is_row_M[:, None] & (h_H < H)[None, :]
+        if sinks_ptr is not None:  # a sink is a key whose value is 0
+            first_peak_M, first_sum_M = _sinks(sinks_ptr + token_M.to(tl.int64) * sinks_stride + head_M, is_row_M)
         bias_M = None if bias_ptr is None else _biases(bias_ptr, token_M, head_M, GROUP, extent)
         q_MH = tl.load(q_ptr + token_M[:, None].to(tl.int64) * q_stride + at_MH, mask=is_in_MH, other=0.0)
         # fmt: off
@@ -194,6 +193,13 @@ def _biases(
 ) -> tl.tensor:
     """Where those of each row and head begin."""
     return bias_ptr + (token_M.to(tl.int64) * (tl.num_programs(0) * GROUP) + head_M) * extent
+
+
+@triton.jit
+def _sinks(sinks_M: tl.tensor, is_row_M: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
+    """The largest score and the sum of weights before the first key."""
+    sink_M = tl.load(sinks_M, mask=is_row_M, other=0.0)
+    return tl.maximum(sink_M * LOG2_E, NO_SCORE), tl.full(sink_M.shape, 1.0, tl.float32)
 
 
 @triton.jit

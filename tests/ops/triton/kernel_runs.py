@@ -33,7 +33,7 @@ from octavo.ops.head_blocks import HeadBlocks
 from octavo.ops.hyper_connections import StreamMaps
 from octavo.ops.latent_attention import EXPANDED_WIDTHS, LatentHeads
 from octavo.ops.linear import Fused, LowRankStack
-from octavo.ops.moe import ClampedSwish, Experts, GroupedExperts, Routing
+from octavo.ops.moe import ClampedSwish, Experts, GroupedExperts, Routing, SoftcappedSwish
 from octavo.ops.recurrence import StateRows
 from octavo.ops.sampling import Adjustments, SampleParams
 from octavo.ops.scaled_linear import ScaledValues
@@ -213,7 +213,9 @@ def _attentions(make: Maker, dtype: torch.dtype) -> Iterator[tuple[str, Call]]:
             HeadLayout(N, K, H, 0.1, norm, norm, 1e-6),
             HeadLayout(N, K, H, 0.1, window=20, softcap=5.0, sinks_N=sinks),
             HeadLayout(N, K, H, 0.1, slopes_N=sinks),
-            HeadLayout(N, K, H, 0.1, window=20, bias_TNE=make.floats(T, N, 24, dtype=dtype)),
+            HeadLayout(
+                *(N, K, H, 0.1), window=20, sinks_N=make.floats(T, N), bias_TNE=make.floats(T, N, 24, dtype=dtype)
+            ),
         )
         for heads, scales in itertools.product(kinds, scaled):
             cache = LayerCache(keys, values, scales=scales)
@@ -285,6 +287,10 @@ def _compressed(
     yield f"enter_streams {max(lens[0])}", functools.partial(ops.enter_streams, streams, maps)
     mixes = make.floats(T, 4), make.floats(T, 4, 4)
     yield f"leave_streams {max(lens[0])}", functools.partial(ops.leave_streams, ys, streams, *mixes)
+    several = streams.view(T, 4, 100)[:, :3]
+    for count in (1, 3):
+        attend = functools.partial(ops.attend_streams, several, ys, make.floats(count, 100), 1e-5)
+        yield f"attend_streams {max(lens[0])} {count}", attend
 
 
 def _parts_of_contexts(make: Maker, dtype: torch.dtype) -> Iterator[tuple[str, Call]]:
@@ -359,7 +365,7 @@ def _layers(make: Maker, dtype: torch.dtype) -> Iterator[tuple[str, Call]]:
     yield "sigmoid_and_mul", functools.partial(ops.sigmoid_and_mul, x, x)
     yield "add_scaled", functools.partial(ops.add_scaled, x, x[:, :1], x)
     yield "gelu_and_mul", functools.partial(ops.gelu_and_mul, x, False)
-    for T, activation in ((1, "silu"), (3, "silu"), (90, ClampedSwish(1.7, 7.0))):
+    for T, activation in ((1, "silu"), (3, SoftcappedSwish(4.0, 25.0)), (90, ClampedSwish(1.7, 7.0))):
         weights = make.floats(7, 48, 40, dtype=dtype), make.floats(7, 40, 24, dtype=dtype)
         biases = (make.floats(7, 48, dtype=dtype), make.floats(7, 40, dtype=dtype)) if T > 3 else (None, None)
         ids = torch.stack([torch.randperm(7)[:3] for _ in range(T)]).to(make.device)

@@ -57,12 +57,20 @@ class Batch:
         for q_len, seq_len, (k_CKH, v_CKH) in zip(self.query_lens, self.seq_lens, self.contexts, strict=True):
             for i in range(q_len):
                 bias_NE = None if self.bias_TNE is None else self.bias_TNE[start + i]
-                rows.append(self._reference_row(self.q_TNH[start + i], seq_len - q_len + i, k_CKH, v_CKH, bias_NE))
+                sinks_N = None if self.sinks_N is None else self.sinks_N.expand(self.q_TNH.shape[:2])[start + i]
+                q_NH, position = self.q_TNH[start + i], seq_len - q_len + i
+                rows.append(self._reference_row(q_NH, position, k_CKH, v_CKH, bias_NE, sinks_N))
             start += q_len
         return torch.stack(rows)
 
     def _reference_row(
-        self, q_NH: Tensor, position: int, k_CKH: Tensor, v_CKH: Tensor, bias_NE: Tensor | None
+        self,
+        q_NH: Tensor,
+        position: int,
+        k_CKH: Tensor,
+        v_CKH: Tensor,
+        bias_NE: Tensor | None,
+        sinks_N: Tensor | None,
     ) -> Tensor:
         heads, end = self.heads, position + 1
         begin = max(0, end - heads.window) if heads.window else 0
@@ -76,8 +84,8 @@ class Batch:
             scores_NC = scores_NC - self.slopes_N.double().unsqueeze(1) * (position - torch.arange(begin, end))
         if bias_NE is not None:
             scores_NC = with_bias(scores_NC, bias_NE)
-        if self.sinks_N is not None:
-            scores_NC = torch.cat((scores_NC, self.sinks_N.double().unsqueeze(1)), 1)
+        if sinks_N is not None:
+            scores_NC = torch.cat((scores_NC, sinks_N.double().unsqueeze(1)), 1)
         weights_NC = scores_NC.softmax(-1)[:, : end - begin]
         return torch.einsum("nc,cnh->nh", weights_NC, v_CNH)
 

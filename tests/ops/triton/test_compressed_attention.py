@@ -6,14 +6,18 @@ import pytest
 import torch
 
 from octavo.ops.compressed_attention import turn_tails
-from octavo.ops.hyper_connections import StreamMaps, enter_streams, leave_streams
+from octavo.ops.hyper_connections import StreamMaps, attend_streams, enter_streams, leave_streams
 from octavo_kernels.triton.attention.compressed_attention import (
     choose_entries_triton,
     compress_triton,
     compressed_attention_triton,
     turn_tails_triton,
 )
-from octavo_kernels.triton.hyper_connections import enter_streams_triton, leave_streams_triton
+from octavo_kernels.triton.hyper_connections import (
+    attend_streams_triton,
+    enter_streams_triton,
+    leave_streams_triton,
+)
 from tests.ops.compressed_cases import Case
 from tests.ops.test_compressed_attention import KINDS
 from tests.ops.triton.poison import poison_new_tensors
@@ -119,3 +123,10 @@ def test_streams(S: int, D: int, dtype: torch.dtype, device: str) -> None:
         torch.testing.assert_close(own.cpu(), other, **close)
     left = leave_streams_triton(y.to(device), x.to(device), found.post_TS, found.mix_TSS)
     torch.testing.assert_close(left.cpu(), leave_streams.reference(y, x, expected.post_TS, expected.mix_TSS), **close)
+
+
+@pytest.mark.parametrize(("S", "Q", "dtype"), [(0, 1, torch.float32), (2, 3, torch.float32), (3, 1, torch.bfloat16)])
+def test_attention_to_streams(S: int, Q: int, dtype: torch.dtype, device: str) -> None:
+    x, y, queries = torch.randn(5, S + 2, 40).to(dtype)[:, :S], torch.randn(5, 40) * 9, torch.randn(Q, 40) * 3
+    found = attend_streams_triton(x.to(device), y.to(device), queries.to(device), 1e-5)
+    torch.testing.assert_close(found.cpu(), attend_streams.reference(x, y, queries, 1e-5), atol=2e-6, rtol=1e-5)

@@ -116,7 +116,8 @@ class Step:
                 if heads.bias_TNE is not None:
                     scores = with_bias(scores, heads.bias_TNE[s])
                 if heads.sinks_N is not None:
-                    scores = torch.cat((scores, heads.sinks_N.double()[:, None]), dim=1)
+                    sinks_N = heads.sinks_N.double().expand(q_SNH.shape[:2])[s]
+                    scores = torch.cat((scores, sinks_N[:, None]), dim=1)
                 out[s] = torch.einsum("nc,cnh->nh", scores.softmax(1)[:, : len(keys)], values)
         return out
 
@@ -243,6 +244,7 @@ def test_softcap_and_sinks(device: str) -> None:
     check(Step(EDGES, layout(softcap=2.0), device))
     check(Step(EDGES, layout(sinks_N=sinks), device))
     check(Step(EDGES, layout(softcap=2.0, sinks_N=sinks, window=20), device))
+    check(Step(EDGES, layout(sinks_N=torch.randn(len(EDGES), 4) * 3), device))
 
 
 @pytest.mark.parametrize("window", [0, 20])

@@ -8,7 +8,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from octavo.ops.moe import CappedSwish, ClampedSwish, ExpertActivation, Experts, SquaredReLU, has_gates, moe
+from octavo.ops.moe import (
+    CappedSwish,
+    ClampedSwish,
+    ExpertActivation,
+    Experts,
+    SoftcappedSwish,
+    SquaredReLU,
+    has_gates,
+    moe,
+)
 from octavo_kernels.triton.experts.expert_tiles import sort_into_tiles, tile_rows
 from octavo_kernels.triton.experts.grouped_moe import are_few, moe_triton
 from octavo_kernels.triton.launch import invariant
@@ -42,6 +51,7 @@ def make(
         (ClampedSwish(1.7, 1.0), True, torch.float32),
         (CappedSwish(0.4), False, torch.float32),
         (CappedSwish(0.4, 0.3), False, torch.float32),
+        (SoftcappedSwish(3.0, 2.0), False, torch.float32),
         (SquaredReLU(), True, torch.float32),
         (SquaredReLU(), False, torch.bfloat16),
     ],

@@ -106,7 +106,10 @@ def test_slopes(heads: Heads, device: str) -> None:
 
 
 def test_sinks(device: str) -> None:
-    check(make_batch(Heads(has_sinks=True, window=9), *RAGGED, seed=8), device)
+    batch = make_batch(Heads(has_sinks=True, window=9), *RAGGED, seed=8, padded_rows=2)
+    check(batch, device)
+    batch.sinks_N = torch.randn(batch.q_TNH.shape[:2]) * 3
+    check(batch, device)
 
 
 @pytest.mark.parametrize("sink", [-float("inf"), -500.0, 500.0])
