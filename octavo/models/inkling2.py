@@ -41,8 +41,7 @@ NAMES = Names(before_attention=None, before_mlp=None)
 SCORINGS: dict[str, Scoring] = {"sigmoid": "sigmoid", "sqrtsoftplus": "sqrtsoftplus"}
 TURNS = ("w13", "w2")
 """Experts in published checkpoints: gates and ups, in turns; and downs."""
-LENGTH_EPS = 1e-6
-STREAM_EPS = 1e-6
+EPS = 1e-6
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -78,7 +77,7 @@ class BlockAttention:
         if self.queries_QD is None:
             found = [present_TD.float()] * len(self.norms)
         else:
-            found = list(ops.attend_streams(earlier_TSD, present_TD, self.queries_QD, STREAM_EPS))
+            found = list(ops.attend_streams(earlier_TSD, present_TD, self.queries_QD, EPS))
         return [ops.rms_norm(x_TD, *norm).to(dtype) for x_TD, norm in zip(found, self.norms, strict=True)]
 
 
@@ -125,7 +124,7 @@ def limited(x_TNH: Tensor, most: float, scale_NH: Tensor | None = None) -> Tenso
     """Each head, scaled, shortened to a length of ``most`` if it is longer; a new tensor."""
     wide_TNH = x_TNH.float() if scale_NH is None else x_TNH.float() * scale_NH
     lengths_TN1 = wide_TNH.square().sum(dim=2, keepdim=True).sqrt()
-    return (wide_TNH * (most / (lengths_TN1 + LENGTH_EPS)).clamp(max=1)).to(x_TNH.dtype)
+    return (wide_TNH * (most / (lengths_TN1 + EPS)).clamp(max=1)).to(x_TNH.dtype)
 
 
 def _alone(y_TD: Tensor, x_TD: Tensor) -> Tensor:
@@ -306,7 +305,7 @@ class Inkling2ForCausalLM(DistanceDecoder):
     ) -> Tensor:
         x_RX = super().forward(token_ids_T, positions_T, caches, rows, given_TD)
         blocks_RSD = x_RX.view(len(x_RX), -1, self.config.hidden_size)
-        found_1RD = ops.attend_streams(blocks_RSD[:, :-1], blocks_RSD[:, -1], self.last_queries_1D, STREAM_EPS)
+        found_1RD = ops.attend_streams(blocks_RSD[:, :-1], blocks_RSD[:, -1], self.last_queries_1D, EPS)
         return found_1RD[0].to(x_RX.dtype)
 
 
