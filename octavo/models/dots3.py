@@ -186,9 +186,10 @@ def _local_sizes(keys: ConfigKeys, types: Sequence[str]) -> dict[str, Any]:
         sizes = {name: keys.size(f"swa_{name}", size) for name, size in LOCAL.items()}
         rest = sizes["head_dim"] - sizes["qk_nope_head_dim"]
         return {**sizes, "qk_rope_head_dim": keys.size("swa_qk_rope_head_dim", rest, low=0)}
-    if not isinstance(listed, Mapping):
-        raise wrong("per_layer_config", listed, "an object")
-    by_layer = [listed.get(str(i), listed.get(i)) or {} for i in range(len(types))]
+    if not isinstance(listed, Mapping) or not all(str(key).isdecimal() for key in listed):
+        raise wrong("per_layer_config", listed, "an object whose names are numbers of layers")
+    numbered = {int(key): part for key, part in listed.items()}  # written as "02"
+    by_layer = [numbered.get(i) or {} for i in range(len(types))]
     found = next((part for part, kind in zip(by_layer, types, strict=True) if kind == SLIDING), {})
     allowed = {*LOCAL, "qk_rope_head_dim"}
     for part, kind in zip(by_layer, types, strict=True):
