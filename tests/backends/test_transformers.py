@@ -109,14 +109,14 @@ def test_passes_of_two_threads_do_not_disturb_each_other(tmp_path: Path) -> None
 
     def another_pass(*_: object) -> None:
         nonlocal passes
-        if threading.current_thread() is threading.main_thread():
+        if threading.current_thread() is threading.main_thread() and passes < 3:
             with ThreadPoolExecutor(1) as pool:
                 pool.submit(paged._decode, torch.zeros(2, dtype=torch.int64), torch.arange(2)).result()
             passes += 1
 
     paged._decoder.layers[0].register_forward_hook(another_pass)
     assert run(engine, asked) == right
-    assert passes >= MAX_TOKENS
+    assert passes == 3
 
 
 @one_in(2)

