@@ -85,7 +85,8 @@ def test_shards_of_every_map_make_the_map(architecture: str) -> None:
             assert torch.equal(biases[0], bias)
             assert biases[1] is None
         divided[dim] += 1
-    assert min(divided[0], divided[1]) >= 2
+    assert divided[1] >= 2
+    assert divided[0] >= 2 or architecture == "ZayaForCausalLM", "all but ZAYA1 divide projections"
 
 
 def test_heads_of_fewer_than_devices_are_held_by_several() -> None:
