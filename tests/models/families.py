@@ -591,7 +591,7 @@ ROWS: dict[str, tuple[str, dict[str, Any]]] = {
     "inkling2_text/whole": (
         "inkling2_text",
         {**INKLING2, "num_hidden_layers": 2, "layer_types": ["hybrid", "hybrid_sliding"], "conv_kernel_size": 3}
-        | {"rel_extent": 500, "sliding_window_size": 600, "n_layers_per_attn_res_block": 3, "num_key_value_heads": 1},
+        | {"rel_extent": 500, "sliding_window_size": 600, "n_layers_per_attn_res_block": 3, "num_key_value_heads": 2},
     ),
     "gpt2/small": ("gpt2", GPT2),
     "gpt2/scaled_by_layer": ("gpt2", {**GPT2, "n_inner": 40, "scale_attn_by_inverse_layer_idx": True}),
