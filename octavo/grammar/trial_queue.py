@@ -199,7 +199,9 @@ class TrialQueue:
         """Start tests while processes are free: the next grammar of each tenant in turn."""
         loop = asyncio.get_running_loop()
         while self._num_running < MAX_PROCESSES and self._waiting:
-            if self._num_running and not self._idle and loop.time() < self._last_start + SLOW_SECONDS:
+            # A test that was just started takes its process in a thread, perhaps later than here.
+            is_any_free = self._num_running < max(1, len(self._processes))
+            if not is_any_free and loop.time() < self._last_start + SLOW_SECONDS:
                 if self._timer is None:
                     self._timer = loop.call_at(self._last_start + SLOW_SECONDS, self._start_late)
                 return
