@@ -69,7 +69,7 @@ class Streams:
         given_TM = ops.linear(ops.rms_norm(wide_TX, self.ones_X, self.norm_eps), self.weight_MX)
         weights_TM = sigmoid(given_TM * self.scale_M + self.base_M)
         before_TS, after_TS = weights_TM[:, :S] + self.eps, weights_TM[:, S:] * self.magnitude + self.eps
-        sum_TD = (before_TS.unsqueeze(2) * wide_TX.unflatten(1, (S, -1))).sum(dim=1)
+        sum_TD = (before_TS.unsqueeze(2) * wide_TX.view(len(x_TX), S, x_TX.shape[1] // S)).sum(dim=1)
         return sum_TD.to(x_TX.dtype), after_TS
 
 

@@ -304,7 +304,7 @@ class Inkling2ForCausalLM(DistanceDecoder):
         given_TD: Tensor | None = None,
     ) -> Tensor:
         x_RX = super().forward(token_ids_T, positions_T, caches, rows, given_TD)
-        blocks_RSD = x_RX.unflatten(1, (-1, self.config.hidden_size))
+        blocks_RSD = x_RX.view(len(x_RX), x_RX.shape[1] // self.config.hidden_size, self.config.hidden_size)
         found_1RD = ops.attend_streams(blocks_RSD[:, :-1], blocks_RSD[:, -1], self.last_queries_1D, EPS)
         return found_1RD[0].to(x_RX.dtype)
 
