@@ -44,6 +44,8 @@ class ModelConfig:
     max_position_embeddings: int
     tie_word_embeddings: bool
     eos_token_ids: tuple[int, ...]
+    num_streams: int = 1
+    """Residual streams, side by side."""
     windows: tuple[int, ...] = ()
     """Sliding window of each layer, 0 for full attention; empty where all layers have full attention."""
     quantization: QuantMethod = PLAIN
@@ -98,9 +100,9 @@ class ModelConfig:
 
     @property
     def stream_size(self) -> int:
-        """Numbers of the model's dtype that a token takes between two layers; overridden by families with several
-        residual streams."""
-        return self.hidden_size
+        """Numbers of the model's dtype that a token takes between two layers; overridden by families that keep more
+        there than residual streams of that type."""
+        return self.num_streams * self.hidden_size
 
     @property
     def num_output_groups(self) -> int:

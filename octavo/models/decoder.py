@@ -174,7 +174,12 @@ class Decoder:
             x_TD = layer(x_TD, step, cache, own_rows)
             if rows.images is not None:
                 x_TD = rows.images.deepen(index, x_TD, own_rows.logits_indices_R)
-        return x_TD
+        return self.merged(x_TD)
+
+    def merged(self, x_RX: Tensor) -> Tensor:
+        """The last layer's output [R, D] of what is between layers; overridden by families with several residual
+        streams."""
+        return x_RX
 
     def embedded(self, token_ids_T: Tensor, positions_T: Tensor) -> Tensor:
         """The residual stream before the first layer, [T, D]."""

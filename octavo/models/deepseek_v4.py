@@ -105,10 +105,6 @@ class DeepseekV4Config(DecoderConfig):
         return False
 
     @property
-    def stream_size(self) -> int:
-        return self.num_streams * self.hidden_size
-
-    @property
     def num_output_groups(self) -> int:
         return self.num_groups
 
@@ -287,15 +283,8 @@ class DeepseekV4ForCausalLM(Decoder):
         starts = [self.rotaries[COMPRESSED]((positions_T - rate + 1).clamp(min=0)) for rate in rates]
         return of_rows._replace(angles=(*of_rows.angles, *starts), token_ids_T=token_ids_T)
 
-    def forward(
-        self,
-        token_ids_T: Tensor,
-        positions_T: Tensor,
-        caches: Sequence[LayerCache],
-        rows: PagedRows,
-        given_TD: Tensor | None = None,
-    ) -> Tensor:
-        return ops.last_streams(super().forward(token_ids_T, positions_T, caches, rows, given_TD), self.last.maps)
+    def merged(self, x_RX: Tensor) -> Tensor:
+        return ops.last_streams(x_RX, self.last.maps)
 
 
 PUBLISHED_NAMES = [

@@ -10,7 +10,6 @@ Shapes: T tokens of the step, R rows whose logits are needed, D model, I streams
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import NormalDist
 
@@ -45,10 +44,6 @@ class Gemma3nConfig(Gemma4Config):
     """Of the map beside attention."""
     sparsity: tuple[float, ...]
     """The share of gates that each layer sets to zero, if they were normally distributed; 0: none."""
-
-    @property
-    def stream_size(self) -> int:
-        return self.num_streams * self.hidden_size
 
 
 class LargestGates:
@@ -198,16 +193,8 @@ class Gemma3nForCausalLM(Gemma4ForCausalLM):
         first_TD = x_TD[:, : self.config.hidden_size].contiguous()
         return super().step(known_T, positions_T, first_TD, rows)
 
-    def forward(
-        self,
-        token_ids_T: Tensor,
-        positions_T: Tensor,
-        caches: Sequence[LayerCache],
-        rows: PagedRows,
-        given_TD: Tensor | None = None,
-    ) -> Tensor:
-        streams_TD = super().forward(token_ids_T, positions_T, caches, rows, given_TD)
-        x_RD, *others = streams_TD.chunk(self.config.num_streams, dim=1)
+    def merged(self, x_RX: Tensor) -> Tensor:
+        x_RD, *others = x_RX.chunk(self.config.num_streams, dim=1)
         pairs = zip(self.of_streams, others, strict=True)
         streams = [x_RD, *(_as_long(project(other.contiguous()), x_RD) for project, other in pairs)]
         return torch.stack(streams).mean(dim=0)

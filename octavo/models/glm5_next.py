@@ -92,10 +92,6 @@ class Glm5NextConfig(KimiLinearConfig):
     def dense_context(self) -> int:
         return self.index.dense_context
 
-    @property
-    def stream_size(self) -> int:
-        return self.num_streams * self.hidden_size
-
     def expanded_bytes(self, longest: int, num_tokens: int, itemsize: int, num_ranks: int) -> int:
         """See ``SparseConfig``; what has scores are blocks, which are ranked in 64 bits."""
         part = self.index
@@ -250,15 +246,7 @@ class Glm5NextForCausalLM(Decoder):
         none_T0 = torch.empty(len(positions_T), 0, dtype=torch.float32, device=positions_T.device)
         return StepAngles(((none_T0, none_T0),), choice=Choice())
 
-    def forward(
-        self,
-        token_ids_T: Tensor,
-        positions_T: Tensor,
-        caches: Sequence[LayerCache],
-        rows: PagedRows,
-        given_TD: Tensor | None = None,
-    ) -> Tensor:
-        x_RX = super().forward(token_ids_T, positions_T, caches, rows, given_TD)
+    def merged(self, x_RX: Tensor) -> Tensor:
         return x_RX.view(len(x_RX), self.config.num_streams, self.config.hidden_size).float().mean(dim=1).to(x_RX.dtype)
 
 

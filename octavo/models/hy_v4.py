@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -43,10 +42,6 @@ class HYV4Config(SparseConfig):
     @property
     def has_stages(self) -> bool:
         return False  # between layers are all streams
-
-    @property
-    def stream_size(self) -> int:
-        return self.num_streams * self.hidden_size
 
 
 class Streams:
@@ -165,15 +160,8 @@ class HYV4ForCausalLM(DeepseekV32ForCausalLM):
     def embedded(self, token_ids_T: Tensor, positions_T: Tensor) -> Tensor:
         return super().embedded(token_ids_T, positions_T).repeat(1, self.num_streams)
 
-    def forward(
-        self,
-        token_ids_T: Tensor,
-        positions_T: Tensor,
-        caches: Sequence[LayerCache],
-        rows: PagedRows,
-        given_TD: Tensor | None = None,
-    ) -> Tensor:
-        return self.last_streams(super().forward(token_ids_T, positions_T, caches, rows, given_TD))[0]
+    def merged(self, x_RX: Tensor) -> Tensor:
+        return self.last_streams(x_RX)[0]
 
 
 def _limited(part: Any, limit: float) -> Any:

@@ -295,15 +295,7 @@ class Inkling2ForCausalLM(DistanceDecoder):
         super().__init__(config, weights)
         self.last_queries_1D = weights.exact("model.final_input.query", config.hidden_size).unsqueeze(0)
 
-    def forward(
-        self,
-        token_ids_T: Tensor,
-        positions_T: Tensor,
-        caches: Sequence[LayerCache],
-        rows: PagedRows,
-        given_TD: Tensor | None = None,
-    ) -> Tensor:
-        x_RX = super().forward(token_ids_T, positions_T, caches, rows, given_TD)
+    def merged(self, x_RX: Tensor) -> Tensor:
         blocks_RSD = x_RX.view(len(x_RX), x_RX.shape[1] // self.config.hidden_size, self.config.hidden_size)
         found_1RD = ops.attend_streams(blocks_RSD[:, :-1], blocks_RSD[:, -1], self.last_queries_1D, EPS)
         return found_1RD[0].to(x_RX.dtype)

@@ -15,7 +15,6 @@ import dataclasses
 import functools
 import math
 import operator
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -105,10 +104,6 @@ class Qwen4Config(Qwen3NextConfig):
     @property
     def dense_context(self) -> int:
         return 0 if self.index is None else self.index.dense_context
-
-    @property
-    def stream_size(self) -> int:
-        return self.num_streams * self.hidden_size
 
     def expanded_bytes(self, longest: int, num_tokens: int, itemsize: int, num_ranks: int) -> int:
         if self.index is None or longest <= self.dense_context:
@@ -419,15 +414,8 @@ class Qwen4ExpForCausalLM(Decoder):
     def last_norm(self, config: DecoderConfig, weights: WeightLoader) -> Any:
         return _as_is
 
-    def forward(
-        self,
-        token_ids_T: Tensor,
-        positions_T: Tensor,
-        caches: Sequence[LayerCache],
-        rows: PagedRows,
-        given_TD: Tensor | None = None,
-    ) -> Tensor:
-        return self.streams(super().forward(token_ids_T, positions_T, caches, rows, given_TD))
+    def merged(self, x_RX: Tensor) -> Tensor:
+        return self.streams(x_RX)
 
     def step(self, token_ids_T: Tensor, positions_T: Tensor, x_TD: Tensor, rows: PagedRows) -> StepAngles:
         """Angles are those of positions, and those of the starts of blocks that would end there."""

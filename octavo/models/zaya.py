@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -259,15 +259,7 @@ class ZayaForCausalLM(Decoder):
         x_TD = (super().embedded(token_ids_T, positions_T).float() + self.bias_D) * self.scale_D
         return torch.nn.functional.pad(x_TD, (0, self.config.router_size))
 
-    def forward(
-        self,
-        token_ids_T: Tensor,
-        positions_T: Tensor,
-        caches: Sequence[LayerCache],
-        rows: PagedRows,
-        given_TD: Tensor | None = None,
-    ) -> Tensor:
-        x_RX = super().forward(token_ids_T, positions_T, caches, rows, given_TD)
+    def merged(self, x_RX: Tensor) -> Tensor:
         return x_RX[:, : self.config.hidden_size].to(self.dtype).contiguous()
 
 
