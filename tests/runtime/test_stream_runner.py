@@ -822,3 +822,30 @@ def test_a_layer_of_each_kind_and_the_last_launch_all_kernels() -> None:
     assert ran == [(float32, 0), (float32, 8), (float32, 0), (bfloat16, 0), (float32, 0)]
     other_model: Any = object()
     assert with_distinct_layers(other_model, []) is other_model
+
+
+class _Widening(_CountingLayer):
+    """Gives rows that are some columns wider, or half as wide."""
+
+    def __init__(self, added: int) -> None:
+        super().__init__(torch.float32, added)
+
+    def __call__(self, x_TD: torch.Tensor) -> torch.Tensor:
+        ran.append((torch.float32, x_TD.shape[1]))
+        return x_TD.new_zeros(len(x_TD), x_TD.shape[1] + self.window) if self.window else x_TD[:, : x_TD.shape[1] // 2]
+
+
+@pytest.mark.parametrize(
+    ("added", "widths"), [((4, 0, 4, 0, 4), [4, 8, 4]), ((2, 2, 2, 2), [4, 6, 8, 10])], ids=["and back", "ever wider"]
+)
+def test_layers_that_are_left_out_give_rows_as_wide(added: tuple[int, ...], widths: list[int]) -> None:
+    model: Any = SimpleNamespace(layers=[_Widening(each) for each in added])
+    caches = [LayerCache(torch.empty(0), torch.empty(0), group=0) for _ in added]
+    layers = with_distinct_layers(model, caches).layers  # type: ignore[attr-defined]
+    for _ in range(2):  # each pass anew
+        ran.clear()
+        x_TD = torch.zeros(3, 4)
+        for layer in layers:
+            x_TD = layer(x_TD)
+        assert [width for _, width in ran] == widths
+        assert x_TD.shape[1] == (8 if 0 in added else 12)

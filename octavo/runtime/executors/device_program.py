@@ -178,13 +178,23 @@ class KernelTuner:
 
 
 class _OnceOfItsKind:
-    """A layer that is left out where one with the same kernels has run."""
+    """A layer that is left out where one with the same kernels has run on rows as wide."""
 
-    def __init__(self, layer: Any, is_run: bool) -> None:
-        self._layer, self._is_run = layer, is_run
+    def __init__(self, layer: Any, form: Hashable, is_first: bool, is_kept: bool, widths: dict[Hashable, int]) -> None:
+        """``widths``: the columns of what each kind of layer gave in this pass, shared by all layers of the model."""
+        self._layer, self._form, self._is_first, self._is_kept = layer, form, is_first, is_kept
+        self._widths = widths
 
     def __call__(self, x_TD: torch.Tensor, *args: Any) -> torch.Tensor:
-        return self._layer(x_TD, *args) if self._is_run else x_TD
+        if self._is_first:
+            self._widths.clear()
+        kind = self._form, x_TD.shape[1]
+        width = self._widths.get(kind)
+        if width is None or self._is_kept:
+            found: torch.Tensor = self._layer(x_TD, *args)
+            self._widths[kind] = found.shape[1]
+            return found
+        return x_TD if width == x_TD.shape[1] else x_TD.new_empty(len(x_TD), width)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._layer, name)
@@ -198,12 +208,11 @@ def with_distinct_layers(model: CausalLM, caches: Sequence[LayerCache]) -> Causa
     layers = getattr(model, "layers", None)
     if not isinstance(layers, list):
         return model
-    seen: set[Hashable] = set()
+    widths: dict[Hashable, int] = {}
     kept = []
     for i, (layer, cache) in enumerate(zip(layers, caches, strict=True)):
-        form = _form(layer), cache.group
-        kept.append(_OnceOfItsKind(layer, form not in seen or i == len(layers) - 1 or isinstance(layer, Tap)))
-        seen.add(form)
+        is_kept = i == len(layers) - 1 or isinstance(layer, Tap)
+        kept.append(_OnceOfItsKind(layer, (_form(layer), cache.group), i == 0, is_kept, widths))
     found = copy.copy(model)
     found.layers = kept  # type: ignore[attr-defined]
     return found

@@ -235,6 +235,7 @@ def _decode_kernel(
     q, g, scale = _queries(q.to(x.dtype.element_ty), g, scale * k_scale, ROWS, RUN, PLANES, SHARES)
     slope = None if slopes is None else tl.load(slopes + kv_head * G + g, mask=g < G, other=0.0) * LOG2_E
     bias = None if biases is None else biases + (row * (K * G) + kv_head * G + tl.minimum(g, G - 1)) * extent
+    sinks = None if sinks is None else sinks + row * sinks_stride
     if PROLOGUE:
         k_own = divided(turned(k_head, k_norm, k_weights, k_angles, eps, H, 0), k_scales, k_scale)
         k, v = _with_own(
@@ -246,9 +247,8 @@ def _decode_kernel(
         block_stride, SLOT_STRIDE, BLOCK_SIZE, H, HP, WINDOW, CAPPED, TILE, SHARES, DOT, STAGES, RUN, PLANES, ASSEMBLY,
     )  # fmt: skip
     _finish(
-        out + row * out_stride, parts, logs, counters, (peak, total, acc * v_scale), _of_row(sinks, row, sinks_stride),
-        split, num_runs, seq.to(tl.int64) * K + kv_head, kv_head * G, g, d, max_splits, G, GP, H, HP, X, SPLIT,
-        AT_ONCE, RUN,
+        out + row * out_stride, parts, logs, counters, (peak, total, acc * v_scale), sinks, split, num_runs,
+        seq.to(tl.int64) * K + kv_head, kv_head * G, g, d, max_splits, G, GP, H, HP, X, SPLIT, AT_ONCE, RUN,
     )  # fmt: skip
 
 
@@ -484,11 +484,6 @@ def _scores(q: tl.tensor, k: tl.tensor, scores: tl.tensor | None, DOT: tl.conste
         if scores is not None:
             products += scores
     return products
-
-
-@triton.jit
-def _of_row(sinks: tl.tensor | None, row: tl.tensor, sinks_stride: tl.tensor) -> tl.tensor | None:
-    return None if sinks is None else sinks + row * sinks_stride
 
 
 @triton.jit
