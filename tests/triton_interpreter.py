@@ -79,6 +79,16 @@ if HAS_TRITON and DEVICE == "cpu":
 
     interpreter.InterpreterBuilder.create_dot = _dot
 
+    # What stands next to a NaN, as of GPUs; Triton 3.6 gives the NaN.
+    interpreter.InterpreterBuilder.create_maxnumf = lambda builder, a, b: builder.binary_op(a, b, np.fmax)
+    interpreter.InterpreterBuilder.create_minnumf = lambda builder, a, b: builder.binary_op(a, b, np.fmin)
+
+    def _bfloat16(builder: Any, value: float) -> Any:
+        """Constants, which Triton 3.6 has in other types alone."""
+        return builder.create_fp_trunc(builder.get_fp32(value), tl.bfloat16)
+
+    interpreter.InterpreterBuilder.get_bf16 = _bfloat16
+
     _convert = interpreter._convert_float
 
     def _convert_as_gpus_do(data: Any, source: Any, target: Any, mode: Any) -> Any:

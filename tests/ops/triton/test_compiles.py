@@ -1,4 +1,4 @@
-"""What every kernel launches passes the front end of the compiler, as for an H200, without one.
+"""What every kernel launches passes the front end of the compiler, as for an H200 and an A100, without one.
 
 The interpreter runs kernels as Python, which lets a variable change its type between two branches, say.
 """
@@ -60,16 +60,17 @@ from octavo_kernels.triton import launch
 from octavo_bench.kernel_resources import TARGETS, pretend
 from tests.ops.triton.kernel_runs import calls
 
-pretend(TARGETS["h100"])
 launch._compiling.set(set())
 launch._pdl.set(True)
-for name, call in calls(torch.device("cpu")):
-    if name.endswith("float32"):
-        continue
-    try:
-        call()
-    except Exception as error:
-        print("FAILED", name, error)
+for gpu in ("h100", "a100"):
+    pretend(TARGETS[gpu])
+    for name, call in calls(torch.device("cpu")):
+        if name.endswith("float32"):
+            continue
+        try:
+            call()
+        except Exception as error:
+            print("FAILED", gpu, name, error)
 print(*passed)
 """
 
