@@ -66,6 +66,18 @@ def compose(x_TK: Tensor, fused: Fused, multiply: Callable[[Tensor], Tensor]) ->
     return y_TN if residual_TN is None else residual_TN.add_(y_TN)
 
 
+def check_linear(op: str, x_TK: Tensor, weight_shape: Sequence[int], fused: Fused) -> None:
+    """Raise ``ValueError`` when the shapes of a linear map's arguments do not match."""
+    (T, K), (N, K_weight) = x_TK.shape, weight_shape
+    residual_shape = T, fused.width(N)
+    if K_weight != K:
+        raise ValueError(f"{op}: x has {K} columns, the weight takes {K_weight}")
+    given = ("bias", fused.bias_N, (N,)), ("norm", fused.norm_K, (K,)), ("residual", fused.residual_TN, residual_shape)
+    for name, x, shape in given:
+        if x is not None and (x.shape != shape or not x.is_contiguous()):
+            raise ValueError(f"{op}: {name} must be contiguous, of shape {list(shape)}; it has {list(x.shape)}")
+
+
 # ---- head_linear: A separate linear map for each head. Shapes: T tokens, N heads, K inputs, O outputs.
 
 

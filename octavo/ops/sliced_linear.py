@@ -12,13 +12,15 @@ from torch import Tensor
 from torch.nn import functional
 
 from octavo.ops.dispatch import op
-from octavo.ops.linear import PLAIN, Fused, compose
+from octavo.ops.linear import PLAIN, Fused, check_linear, compose
 
 SLICES = 3
 UNIT = 65536.0
 """Of the first slice in the last one's."""
 LARGEST = 127.498
 """Slices of 127, 127 and almost 127: a row's largest number, which rounding cannot make too large for them."""
+PIECES, PIECE_BITS = 3, 14
+"""In which the reference takes a number of x: float64 sums of their products are exact up to 2 ** 17 inputs."""
 TINY = 1e-30
 """Rows without a larger number count as zero."""
 PANEL, STEP, QUAD = 16, 64, 4
@@ -70,11 +72,15 @@ class SlicedValues:
 
     def rows(self, ids_T: Tensor) -> Tensor:
         """Rows of the weight as float32 [T, K]."""
+        return self.whole_rows(ids_T).float() * (self.scales_N[ids_T, None] / UNIT)
+
+    def whole_rows(self, ids_T: Tensor) -> Tensor:
+        """Rows of the weight without their scales, as int32 [T, K]: multiples of 1 / UNIT."""
         parts = self.slices[ids_T // PANEL, :, :, :, ids_T % PANEL].int().unbind(2)
         whole = torch.zeros_like(parts[0])
         for part in parts:
             whole = (whole << 8) + part
-        return whole.flatten(1)[:, : self.shape[1]].float() * (self.scales_N[ids_T, None] / UNIT)
+        return whole.flatten(1)[:, : self.shape[1]]
 
 
 def _rounded(x_NK: Tensor) -> tuple[Tensor, Tensor]:
@@ -95,9 +101,24 @@ def sliced_linear(x_TK: Tensor, weight: SlicedValues, fused: Fused = PLAIN) -> T
     result is bitwise a function of that row of x alone.
     """
 
+    check_linear("sliced_linear", x_TK, weight.shape, fused)
+
     def multiply(normed_TK: Tensor) -> Tensor:
-        weight_NK = weight.rows(torch.arange(weight.shape[0], device=x_TK.device))
-        bias = None if fused.bias_N is None else fused.bias_N.float()
-        return functional.linear(normed_TK.float(), weight_NK, bias).to(x_TK.dtype)
+        ids_N = torch.arange(weight.shape[0], device=x_TK.device)
+        y_TN = _exact_product(normed_TK.double(), weight.whole_rows(ids_N).double())
+        y_TN *= weight.scales_N[ids_N] / UNIT
+        return (y_TN if fused.bias_N is None else y_TN + fused.bias_N).to(x_TK.dtype)
 
     return compose(x_TK, fused, multiply)
+
+
+def _exact_product(x_TK: Tensor, whole_NK: Tensor) -> Tensor:
+    """``x @ whole.T`` by sums that no order of additions changes: those of a row's numbers as small integers."""
+    largest_T1 = x_TK.abs().amax(dim=1, keepdim=True).clamp(min=TINY)
+    rest_TK, y_TN = x_TK / largest_T1, x_TK.new_zeros(len(x_TK), len(whole_NK))
+    for _ in range(PIECES):
+        rest_TK = rest_TK * 2.0**PIECE_BITS
+        piece_TK = rest_TK.round()
+        y_TN = y_TN * 2.0**PIECE_BITS + piece_TK @ whole_NK.T
+        rest_TK = rest_TK - piece_TK
+    return y_TN * (largest_T1 / 2.0 ** (PIECES * PIECE_BITS))

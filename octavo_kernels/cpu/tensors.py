@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from octavo.ops.linear import Fused
 from octavo_kernels.cpu.host import FLOAT_FEATURES, missing
 from octavo_kernels.cpu.vector_ir import BFLOAT16, FLOAT16, FLOAT32, LANES
 
@@ -47,15 +44,3 @@ def address(x: Tensor | None) -> int:
 def rows_at(x: Tensor) -> tuple[int, int]:
     """Address of a float32 tensor's rows, and the bytes between them."""
     return x.data_ptr(), 4 * x.stride(0)
-
-
-def check_linear(op: str, x_TK: Tensor, weight_shape: Sequence[int], fused: Fused) -> None:
-    """Raise ``ValueError`` when the shapes of a linear map's arguments do not match."""
-    (T, K), (N, K_weight) = x_TK.shape, weight_shape
-    residual_shape = T, fused.width(N)
-    if K_weight != K:
-        raise ValueError(f"{op}: x has {K} columns, the weight takes {K_weight}")
-    given = ("bias", fused.bias_N, (N,)), ("norm", fused.norm_K, (K,)), ("residual", fused.residual_TN, residual_shape)
-    for name, x, shape in given:
-        if x is not None and (x.shape != shape or not x.is_contiguous()):
-            raise ValueError(f"{op}: {name} must be contiguous, of shape {list(shape)}; it has {list(x.shape)}")

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from octavo.ops.block_linear import PANEL, PackedBlocks, block_linear
-from octavo.ops.linear import PLAIN, Fused, compose
+from octavo.ops.linear import PLAIN, Fused, check_linear, compose
 from octavo_kernels.cpu.calls import call
 from octavo_kernels.cpu.compiled import Constant, compiled_task, driver, inlined, task
 from octavo_kernels.cpu.linear.block_dot import (
@@ -31,7 +31,7 @@ from octavo_kernels.cpu.linear.quantize import PART_WORDS, TOKENS_TOGETHER, quan
 from octavo_kernels.cpu.linear.tile_dot import give_tiles, take_tiles
 from octavo_kernels.cpu.memory import fields, keep, read, view, whole_lines
 from octavo_kernels.cpu.rows.norms import normalise_row
-from octavo_kernels.cpu.tensors import address, check_linear, declines_activations
+from octavo_kernels.cpu.tensors import address, declines_activations
 from octavo_kernels.cpu.threads import run, width
 from octavo_kernels.cpu.vector_ir import AHEAD
 

@@ -12,14 +12,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from octavo.ops.linear import PLAIN, Fused, compose, linear
+from octavo.ops.linear import PLAIN, Fused, check_linear, compose, linear
 from octavo_kernels.cpu.calls import call
 from octavo_kernels.cpu.compiled import Constant, compiled_task, driver, inlined, task
 from octavo_kernels.cpu.linear.dense_dot import TILES, dense_dot
 from octavo_kernels.cpu.linear.epilogue import EPILOGUE, GATES, finish
 from octavo_kernels.cpu.memory import fields, keep, read
 from octavo_kernels.cpu.rows.norms import normalise_row
-from octavo_kernels.cpu.tensors import address, check_linear, declines_floats, format_beside, whole_vectors
+from octavo_kernels.cpu.tensors import address, declines_floats, format_beside, whole_vectors
 from octavo_kernels.cpu.threads import run
 from octavo_kernels.cpu.vector_ir import FORMAT_BYTES, LANES
 

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from octavo.ops.linear import PLAIN, Fused, compose
+from octavo.ops.linear import PLAIN, Fused, check_linear, compose
 from octavo.ops.sliced_linear import LARGEST, STEP, TINY, UNIT, SlicedValues, sliced_linear
 from octavo_kernels.cpu.calls import call
 from octavo_kernels.cpu.compiled import driver, inlined, task
@@ -38,7 +38,7 @@ from octavo_kernels.cpu.linear.tile_dot import (
 )
 from octavo_kernels.cpu.memory import fields, keep, read, view, whole_lines
 from octavo_kernels.cpu.rows.norms import normalise_row
-from octavo_kernels.cpu.tensors import address, check_linear, declines_floats, whole_vectors
+from octavo_kernels.cpu.tensors import address, declines_floats, whole_vectors
 from octavo_kernels.cpu.threads import run
 from octavo_kernels.cpu.vector_ir import LANES
 
