@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import json
 import random
 import time
@@ -105,18 +104,21 @@ async def complete_all(server: Server, bodies: list[dict[str, Any]], stream: boo
 
 
 async def complete_together(server: Server, bodies: list[dict[str, Any]], streams: list[bool]) -> list[Any]:
-    """The completions of all, streamed or not; none is begun before all have arrived, however slow this machine is.
+    """The completions of all, streamed or not; none is begun before all have arrived, in this order, however slow this
+    machine is.
 
     The server needs ``--weight-updates-dir``, without which it can't be paused.
     """
     async with client_of(server) as client:
         assert (await client.post("/pause?mode=keep")).json()["is_paused"]
-        results = asyncio.gather(*map(complete, itertools.repeat(client), bodies, streams))
-        count = sum(body.get("n", 1) for body in bodies)
-        while not results.done() and (await client.get("/stats")).json()["num_live"] < count:
-            await asyncio.sleep(0.05)
+        results, count = [], 0
+        for body, stream in zip(bodies, streams, strict=True):
+            results.append(asyncio.create_task(complete(client, body, stream)))
+            count += body.get("n", 1)
+            while not results[-1].done() and (await client.get("/stats")).json()["num_live"] < count:
+                await asyncio.sleep(0.005)
         assert not (await client.post("/resume")).json()["is_paused"]
-        return await results
+        return await asyncio.gather(*results)
 
 
 def wait_until_idle(server: Server) -> dict[str, Any]:
