@@ -8,11 +8,12 @@ so the command line and the documentation cannot drift from it. Names are vLLM's
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import os
 import types
 import typing
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -341,8 +342,14 @@ class ServeConfig(EngineConfig):
         return typing.cast(ServeConfig, _from_flat(cls, values))
 
 
-def settings(config_class: type[EngineConfig]) -> Iterator[Setting]:
+def settings(config_class: type[EngineConfig]) -> tuple[Setting, ...]:
     """Every setting of a config class, in the order of its groups."""
+    return _settings(typing.cast(Any, config_class))  # of classes of dataclasses, mypy knows no hash
+
+
+@functools.cache
+def _settings(config_class: type[EngineConfig]) -> tuple[Setting, ...]:
+    found = []
     hints = typing.get_type_hints(config_class)
     for group in dataclasses.fields(config_class):
         owner = hints[group.name]
@@ -352,7 +359,8 @@ def settings(config_class: type[EngineConfig]) -> Iterator[Setting]:
             optional = isinstance(kind, types.UnionType)
             base = next(t for t in typing.get_args(kind) if t is not types.NoneType) if optional else kind
             details = (item.metadata[key] for key in ("help", "choices", "low", "high", "is_json", "synonyms"))
-            yield Setting(item.name, group.name, base, optional, item.default, *details)
+            found.append(Setting(item.name, group.name, base, optional, item.default, *details))
+    return tuple(found)
 
 
 def _from_flat(config_class: type[EngineConfig], values: Mapping[str, Any]) -> EngineConfig:

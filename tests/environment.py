@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+import importlib.metadata
 import os
 import ssl
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -51,5 +53,20 @@ def _shared_context(*args: Any, **options: Any) -> ssl.SSLContext:
     return (_usual_context if is_usual else _create_context)(*args, **options)
 
 
+_read_entry_points = importlib.metadata.entry_points
+
+
+@functools.cache
+def _entry_points_on(path: tuple[str, ...], *wanted: tuple[str, str]) -> Any:
+    return _read_entry_points(**dict(wanted))
+
+
+def _known_entry_points(**wanted: str) -> Any:
+    """Those that were read for the same search path: they take a file for each installed package, and each application
+    and model of the tests asks for some."""
+    return _entry_points_on(tuple(sys.path), *wanted.items())
+
+
 ssl.create_default_context = _shared_context
+importlib.metadata.entry_points = _known_entry_points
 _set_up(os.environ)  # at once: torch looks at the number of threads when it is imported
