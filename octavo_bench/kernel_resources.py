@@ -29,7 +29,7 @@ from triton.runtime.driver import driver
 from octavo.models.layer_cache import kv_groups
 from octavo.models.registry import load_model, read_config
 from octavo.ops import dispatch
-from octavo.ops.attention import GroupRows, PagedRows
+from octavo.ops.attention.attention import GroupRows, PagedRows
 from octavo.quant.stored.stored_weight import WeightFormat
 from octavo.runtime.kv_storage import KVStorage
 from octavo.weights.dummy import DummyCheckpoint

@@ -29,7 +29,7 @@ from octavo.errors import ConfigError
 from octavo.models.config import ModelConfig
 from octavo.models.layer_cache import kv_groups
 from octavo.models.registry import LoadedModel, load_model, read_config
-from octavo.ops.attention import GroupRows, PagedRows
+from octavo.ops.attention.attention import GroupRows, PagedRows
 from octavo.quant.stored.stored_weight import WeightFormat
 from octavo.quant.tensors import TensorSource
 from octavo.runtime.kv_storage import KVStorage

@@ -57,7 +57,7 @@ BOUNDS = {
     "small modules with one importer, in their own folder": Bound(29, 6),
     "files that a chat request enters": Bound(29, 4),
     "files that a request enters in the engine process": Bound(47, 4),
-    "folders with many loose files": Bound(2, 1),
+    "folders with many loose files": Bound(0, 0),
     "names of several modules": Bound(53, 6),
     "class names of several modules": Bound(20, 3),
 }

@@ -16,7 +16,7 @@ from octavo.errors import ConfigError
 from octavo.models.layer_cache import LayerCacheSpec
 from octavo.models.multimodal_text import text_config
 from octavo.ops import dispatch
-from octavo.ops.cache_rows import INT4, VECTOR
+from octavo.ops.attention.cached_rows import INT4, VECTOR
 from octavo.ops.device_backend import backend_of
 from octavo.plugins import CPU, GPU
 from octavo.quant.methods import weights_method

@@ -23,11 +23,11 @@ import torch
 from torch import Tensor
 
 from octavo import ops
-from octavo.ops.attention import GroupRows, HeadLayout, ImageRows, LayerCache, PagedRows, SingleRows
+from octavo.ops.attention.attention import GroupRows, HeadLayout, ImageRows, LayerCache, PagedRows, SingleRows
+from octavo.ops.attention.choose_keys import ChosenKeys
+from octavo.ops.attention.latent_attention import LatentHeads
 from octavo.ops.collective import Collective, ContextRanks
-from octavo.ops.latent_attention import LatentHeads
-from octavo.ops.linear import head_linear
-from octavo.ops.sparse_attention import ChosenKeys
+from octavo.ops.linear.linear import head_linear
 
 
 def attention(

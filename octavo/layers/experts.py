@@ -17,7 +17,7 @@ from torch import Tensor
 from octavo import ops
 from octavo.layers.linear import Linear
 from octavo.ops.dispatch import REFERENCE
-from octavo.ops.grouped_linear import TILE, PackedGroups
+from octavo.ops.linear.grouped_linear import TILE, PackedGroups
 from octavo.ops.moe import ExpertActivation, Experts, GroupedExperts, join_experts
 from octavo.quant.stored.packed import GroupedWeight, packs_groups
 from octavo.quant.stored.stored_weight import (

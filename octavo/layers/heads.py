@@ -16,9 +16,9 @@ from torch.nn import functional
 
 from octavo import ops
 from octavo.layers.norm import RMSNorm
-from octavo.ops.attention import HeadLayout
+from octavo.ops.attention.attention import HeadLayout
+from octavo.ops.attention.choose_keys import ChosenKeys
 from octavo.ops.elementwise import softplus
-from octavo.ops.sparse_attention import ChosenKeys
 
 Angles = tuple[Tensor, Tensor] | tuple[None, None]
 UNROTATED: Angles = (None, None)

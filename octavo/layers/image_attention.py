@@ -14,7 +14,7 @@ from torch import Tensor
 from octavo.layers.attention import attention
 from octavo.layers.heads import Angles
 from octavo.ops import apply_rope, rms_norm
-from octavo.ops.attention import MAX_SCRATCH, HeadLayout, LayerCache, PagedRows, Rule, Span, context
+from octavo.ops.attention.attention import MAX_SCRATCH, HeadLayout, LayerCache, PagedRows, Rule, Span, context
 
 
 def attention_with_images(

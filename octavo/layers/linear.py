@@ -14,7 +14,7 @@ from torch import Tensor
 from octavo import ops
 from octavo.layers.norm import Norm, RMSNorm
 from octavo.ops.collective import Collective
-from octavo.ops.linear import Activation, Fused, compose
+from octavo.ops.linear.linear import Activation, Fused, compose
 from octavo.quant.stored.stored_weight import LinearWeight
 
 

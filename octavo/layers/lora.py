@@ -14,7 +14,7 @@ from torch import Tensor
 from octavo import ops
 from octavo.layers.linear import Linear
 from octavo.layers.norm import RMSNorm
-from octavo.ops.linear import Activation, LowRank, RowGroup, compose
+from octavo.ops.linear.linear import Activation, LowRank, RowGroup, compose
 from octavo.quant.stored.stored_weight import LinearWeight
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from octavo import ops
 from octavo.layers.linear import Linear, RowParallelLinear
 from octavo.layers.norm import Norm
-from octavo.ops.linear import Activation
+from octavo.ops.linear.linear import Activation
 from octavo.ops.moe import CappedSwish, ClampedSwish
 
 PlainActivation = Callable[[Tensor], Tensor]

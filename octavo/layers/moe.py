@@ -18,7 +18,7 @@ from octavo.layers.experts import Mixture
 from octavo.layers.linear import Linear
 from octavo.layers.norm import Norm, RMSNorm
 from octavo.ops.collective import SINGLE_RANK, Collective
-from octavo.ops.linear import Activation
+from octavo.ops.linear.linear import Activation
 from octavo.ops.moe import CappedSwish, ClampedSwish, Routing, SoftcappedSwish
 
 

@@ -13,7 +13,7 @@ from octavo import ops
 from octavo.layers.linear import Linear, RowParallelLinear
 from octavo.layers.mlp import MLP
 from octavo.layers.norm import RMSNorm
-from octavo.ops.grouped_linear import PackedGroups
+from octavo.ops.linear.grouped_linear import PackedGroups
 from octavo.quant.stored.packed import GroupedWeight
 
 

@@ -13,10 +13,10 @@ from torch import Tensor
 from octavo import ops
 from octavo.layers.linear import Linear, RowParallelLinear
 from octavo.layers.norm import RMSNorm
-from octavo.ops.attention import LayerCache, PagedRows
-from octavo.ops.gated_delta import DeltaHeads
-from octavo.ops.selective_scan import ScanChannels
-from octavo.ops.state_space import StateSpaceHeads
+from octavo.ops.attention.attention import LayerCache, PagedRows
+from octavo.ops.recurrent.gated_delta import DeltaHeads
+from octavo.ops.recurrent.selective_scan import ScanChannels
+from octavo.ops.recurrent.state_space import StateSpaceHeads
 
 # ---- The gated delta rule (arXiv 2412.06464).
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from octavo.ops import axis_angles, rotary_angles
-from octavo.ops.attention import RopeSet
+from octavo.ops.attention.attention import RopeSet
 from octavo.steps.limits import RopeSets
 
 

@@ -18,7 +18,7 @@ from octavo import ops
 from octavo.layers.linear import Linear
 from octavo.layers.lora import AdaptedLinear, AdapterRows
 from octavo.layers.norm import RMSNorm
-from octavo.ops.linear import Activation, LowRank, LowRankStack, compose
+from octavo.ops.linear.linear import Activation, LowRank, LowRankStack, compose
 from octavo.quant.stored.stored_weight import LinearWeight
 
 

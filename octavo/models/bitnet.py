@@ -19,7 +19,7 @@ from octavo.models.decoder import PLAIN_ACTIVATIONS, Decoder, read_decoder
 from octavo.models.decoder_layer import DecoderLayer, FeedForward
 from octavo.models.loader import WeightLoader
 from octavo.models.parts import DecoderConfig
-from octavo.ops.attention import LayerCache, PagedRows
+from octavo.ops.attention.attention import LayerCache, PagedRows
 
 
 class NormedSquares:

@@ -12,7 +12,7 @@ from octavo.model_info import RoutesInfo
 from octavo.models.config_keys import ConfigKeys, wrong
 from octavo.models.labels import LabelPart
 from octavo.models.layer_cache import ONE_STAGE, LayerCacheSpec, PipelineStage
-from octavo.ops.linear import Activation
+from octavo.ops.linear.linear import Activation
 from octavo.quant.formats.plain import PLAIN
 from octavo.quant.methods import QuantMethod
 from octavo.steps.limits import RopeSets

@@ -24,7 +24,7 @@ from octavo.models.config_keys import ConfigKeys, wrong
 from octavo.models.encoder import EncoderConfig, EncoderLayer, read_encoder
 from octavo.models.labels import tanh
 from octavo.models.loader import WeightLoader
-from octavo.ops.attention import MAX_SCRATCH
+from octavo.ops.attention.attention import MAX_SCRATCH
 
 NAMES = BERT._replace(queries=("attention.self.query_proj", "attention.self.key_proj", "attention.self.value_proj"))
 POOLER_ACTIVATIONS = {"gelu": gelu, "gelu_new": gelu_tanh, "relu": relu, "tanh": tanh}

@@ -23,8 +23,8 @@ from octavo.models.decoder_layer import DecoderLayer
 from octavo.models.loader import WeightLoader
 from octavo.models.parts import LLAMA, RMS, AttentionPart, DecoderConfig, LayerPart, MLPPart, Names, NormPart
 from octavo.models.rope_keys import RopeContext, longest_context, read_rope, rope_values, rotary_width
-from octavo.ops.attention import LayerCache, PagedRows
-from octavo.ops.linear import Activation
+from octavo.ops.attention.attention import LayerCache, PagedRows
+from octavo.ops.linear.linear import Activation
 
 PLAIN_ACTIVATIONS: dict[str, Activation | PlainActivation] = {
     "gelu": gelu,

@@ -34,7 +34,7 @@ from octavo.layers.output_mlp import output_mlp
 from octavo.models.loader import ExpertShape, WeightLoader
 from octavo.models.parts import AttentionPart, DecoderConfig, ExpertsPart, HeadNorm
 from octavo.models.rope_keys import half_split_rows
-from octavo.ops.attention import HeadLayout, LayerCache, PagedRows
+from octavo.ops.attention.attention import HeadLayout, LayerCache, PagedRows
 from octavo.ops.moe import CappedSwish, ClampedSwish
 from octavo.quant.stored.stored_weight import Order
 

@@ -28,10 +28,10 @@ from octavo.models.loader import WeightLoader
 from octavo.models.moe import MoESettings, read_dense_first, read_experts
 from octavo.models.parts import DecoderConfig, ExpertsPart
 from octavo.models.rope_keys import half_split_rows, rope_values, yarn_scale
-from octavo.ops.attention import LayerCache, PagedRows
-from octavo.ops.latent_attention import EXPANDED_WIDTHS, LatentHeads, expanded_bytes, expanded_positions
+from octavo.ops.attention.attention import LayerCache, PagedRows
+from octavo.ops.attention.choose_keys import ChosenKeys
+from octavo.ops.attention.latent_attention import EXPANDED_WIDTHS, LatentHeads, expanded_bytes, expanded_positions
 from octavo.ops.moe import Routing
-from octavo.ops.sparse_attention import ChosenKeys
 
 Config = TypeVar("Config", bound=DecoderConfig)
 LATENT_KEYS = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")

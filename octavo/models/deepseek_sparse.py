@@ -25,8 +25,8 @@ from octavo.models.linear_parts import MatrixRows
 from octavo.models.loader import WeightLoader
 from octavo.models.parts import DecoderConfig, ExpertsPart
 from octavo.models.rope_keys import half_split_rows
-from octavo.ops.attention import LayerCache, PagedRows
-from octavo.ops.sparse_attention import MOST_SCORES, ChosenKeys, sees_all
+from octavo.ops.attention.attention import LayerCache, PagedRows
+from octavo.ops.attention.choose_keys import MOST_SCORES, ChosenKeys, sees_all
 from octavo.quant.stored.shard import Section
 from octavo.quant.stored.stored_weight import DenseWeight, Order
 

@@ -33,12 +33,12 @@ from octavo.models.linear_parts import MatrixRows
 from octavo.models.loader import WeightLoader
 from octavo.models.moe import read_experts
 from octavo.models.parts import DecoderConfig, ExpertsPart
-from octavo.ops.attention import LayerCache, PagedRows
-from octavo.ops.compressed_attention import Compression
+from octavo.ops.attention.attention import LayerCache, PagedRows
+from octavo.ops.attention.choose_keys import MOST_SCORES
+from octavo.ops.attention.compressed_attention import Compression
 from octavo.ops.hyper_connections import StreamMaps
-from octavo.ops.linear import head_linear
+from octavo.ops.linear.linear import head_linear
 from octavo.ops.moe import CappedSwish, Routing
-from octavo.ops.sparse_attention import MOST_SCORES
 from octavo.quant.stored.shard import Section
 
 WINDOW, SPARSE, HEAVY = "sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"

@@ -24,8 +24,8 @@ from octavo.models.deepseek_sparse import INDEXED, DeepseekV32ForCausalLM, Spars
 from octavo.models.loader import WeightLoader
 from octavo.models.parts import DecoderConfig, ExpertsPart, GatePart
 from octavo.models.rope_keys import half_split_rows, ropes_by_kind
-from octavo.ops.attention import LayerCache, PagedRows
-from octavo.ops.sparse_attention import ChosenKeys
+from octavo.ops.attention.attention import LayerCache, PagedRows
+from octavo.ops.attention.choose_keys import ChosenKeys
 
 DEFAULTS: dict[str, Any] = {
     "n_group": 1,

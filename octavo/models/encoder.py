@@ -32,7 +32,7 @@ from octavo.models.decoder_layer import DecoderLayer
 from octavo.models.labels import LabelHead, LabelPart
 from octavo.models.loader import WeightLoader
 from octavo.models.parts import AttentionPart, DecoderConfig, LayerPart, MLPPart, Names, NormPart
-from octavo.ops.linear import Activation
+from octavo.ops.linear.linear import Activation
 
 LAYER_NORM = NormPart(is_layer_norm=True)
 TRAINING = (

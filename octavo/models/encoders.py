@@ -18,7 +18,7 @@ from octavo.models.modernbert import EuroBertModel, ModernBertModel
 from octavo.models.nomic_bert import GteModel, NomicBertModel
 from octavo.models.t5 import T5EncoderModel
 from octavo.ops.dispatch import REFERENCE
-from octavo.ops.sliced_linear import SlicedValues, sliced_linear
+from octavo.ops.linear.sliced_linear import SlicedValues, sliced_linear
 from octavo.quant.stored.stored_weight import DenseWeight, LinearWeight, PackedWeight, WeightFormat
 from octavo.quant.tensors import Renamed, TensorSource
 

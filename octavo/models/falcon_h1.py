@@ -20,8 +20,8 @@ from octavo.models.hybrid import MambaSizes, load_mamba2, read_bamba_sizes
 from octavo.models.layer_cache import LayerCacheSpec
 from octavo.models.loader import WeightLoader
 from octavo.models.parts import DecoderConfig, Names
-from octavo.ops.attention import LayerCache, PagedRows
-from octavo.ops.linear import Activation
+from octavo.ops.attention.attention import LayerCache, PagedRows
+from octavo.ops.linear.linear import Activation
 
 SILU: dict[str, Activation] = {"silu": "silu", "swish": "silu"}
 NAMES = Names(

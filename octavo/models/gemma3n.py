@@ -26,7 +26,7 @@ from octavo.models.gemma3 import rope_keys
 from octavo.models.gemma4 import Gemma4Config, Gemma4ForCausalLM, Gemma4Layer
 from octavo.models.loader import WeightLoader
 from octavo.models.parts import DecoderConfig, MLPPart
-from octavo.ops.attention import LayerCache, PagedRows
+from octavo.ops.attention.attention import LayerCache, PagedRows
 from octavo.ops.collective import Collective
 
 LEAST_MEAN_SQUARE = 1e-5

@@ -33,7 +33,7 @@ from octavo.models.loader import ExpertShape, WeightLoader
 from octavo.models.moe import MoESettings, read_experts
 from octavo.models.parts import DecoderConfig, HeadNorm, MLPPart
 from octavo.models.rope_keys import ropes_by_kind
-from octavo.ops.attention import HeadLayout, LayerCache, PagedRows
+from octavo.ops.attention.attention import HeadLayout, LayerCache, PagedRows
 from octavo.ops.collective import Collective
 from octavo.ops.moe import Routing
 

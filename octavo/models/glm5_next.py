@@ -33,12 +33,12 @@ from octavo.models.kimi_linear import KimiLinearConfig, load_projected
 from octavo.models.loader import WeightLoader
 from octavo.models.parts import DecoderConfig, ExpertsPart, MLPPart
 from octavo.models.qwen3_next import DeltaSizes
-from octavo.ops.attention import LayerCache, PagedRows
-from octavo.ops.block_choice import RowPlaces, chosen_keys
-from octavo.ops.cache_rows import unpack_rows
+from octavo.ops.attention.attention import LayerCache, PagedRows
+from octavo.ops.attention.cached_rows import unpack_rows
+from octavo.ops.attention.choose_blocks import RowPlaces, chosen_keys
+from octavo.ops.attention.choose_keys import MOST_SCORES, ChosenKeys, sees_all
 from octavo.ops.hyper_connections import StreamMaps
 from octavo.ops.moe import CappedSwish
-from octavo.ops.sparse_attention import MOST_SCORES, ChosenKeys, sees_all
 from octavo.quant.stored.shard import Section
 from octavo.quant.stored.stored_weight import DenseWeight
 

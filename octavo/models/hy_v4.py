@@ -25,7 +25,7 @@ from octavo.models.deepseek import read_deepseek
 from octavo.models.deepseek_sparse import DeepseekV32ForCausalLM, SparseConfig, SparseLayer, read_owners, read_sparse
 from octavo.models.loader import WeightLoader
 from octavo.models.parts import DecoderConfig, ExpertsPart, GatePart
-from octavo.ops.attention import LayerCache, PagedRows
+from octavo.ops.attention.attention import LayerCache, PagedRows
 from octavo.ops.elementwise import sigmoid
 from octavo.ops.hyper_connections import in_parts
 from octavo.ops.moe import CappedSwish

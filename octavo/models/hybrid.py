@@ -22,9 +22,9 @@ from octavo.models.layer_cache import LayerCacheSpec, StateTensor, conv_state, r
 from octavo.models.linear_parts import MatrixRows
 from octavo.models.loader import WeightLoader
 from octavo.models.parts import DecoderConfig
-from octavo.ops.attention import LayerCache, PagedRows
-from octavo.ops.selective_scan import ScanChannels
-from octavo.ops.state_space import StateSpaceHeads
+from octavo.ops.attention.attention import LayerCache, PagedRows
+from octavo.ops.recurrent.selective_scan import ScanChannels
+from octavo.ops.recurrent.state_space import StateSpaceHeads
 from octavo.quant.stored.shard import Section
 
 FULL, LINEAR = "full_attention", "linear_attention"

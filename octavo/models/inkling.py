@@ -33,7 +33,7 @@ from octavo.models.linear_parts import MatrixRows
 from octavo.models.loader import ExpertShape, WeightLoader
 from octavo.models.moe import MoESettings, read_dense_first, read_experts
 from octavo.models.parts import DecoderConfig
-from octavo.ops.attention import LayerCache, PagedRows
+from octavo.ops.attention.attention import LayerCache, PagedRows
 from octavo.ops.moe import Routing
 from octavo.quant.stored.shard import Section
 

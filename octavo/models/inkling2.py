@@ -33,7 +33,7 @@ from octavo.models.linear_parts import MatrixRows
 from octavo.models.loader import ExpertShape, WeightLoader
 from octavo.models.moe import read_experts
 from octavo.models.parts import DecoderConfig, ExpertsPart, Names
-from octavo.ops.attention import LayerCache, PagedRows
+from octavo.ops.attention.attention import LayerCache, PagedRows
 from octavo.ops.moe import Routing, Scoring, SoftcappedSwish
 from octavo.quant.stored.shard import Section
 

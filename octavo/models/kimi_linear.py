@@ -23,7 +23,7 @@ from octavo.models.linear_parts import MatrixRows
 from octavo.models.loader import WeightLoader
 from octavo.models.parts import DecoderConfig, Names
 from octavo.models.qwen3_next import DeltaSizes, delta_heads
-from octavo.ops.gated_delta import DeltaHeads
+from octavo.ops.recurrent.gated_delta import DeltaHeads
 from octavo.quant.stored.shard import Section
 
 NAMES = {

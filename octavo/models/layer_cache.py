@@ -19,7 +19,7 @@ import torch
 
 from octavo.errors import ConfigError
 from octavo.model_info import RoutesInfo
-from octavo.ops.cache_rows import row_bytes
+from octavo.ops.attention.cached_rows import row_bytes
 
 Kind = Literal["attention", "latent", "state"]
 """Keys and values; or latents: one tensor, whose values are part of the keys; or a recurrent state."""

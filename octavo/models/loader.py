@@ -30,7 +30,7 @@ from octavo.models.labels import LabelHead, LabelPart
 from octavo.models.layer_cache import LayerCacheSpec
 from octavo.models.linear_parts import MapPart, MatrixRows
 from octavo.models.parts import NormPart
-from octavo.ops.attention import HeadLayout, KVScales
+from octavo.ops.attention.attention import HeadLayout, KVScales
 from octavo.ops.collective import SINGLE_RANK, Collective
 from octavo.ops.moe import ExpertActivation, has_gates
 from octavo.plugins import CPU

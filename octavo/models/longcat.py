@@ -26,7 +26,7 @@ from octavo.models.deepseek import DeepseekConfig, DeepseekLayer, read_latent
 from octavo.models.loader import ExpertShape, WeightLoader
 from octavo.models.moe import MoESettings, read_experts
 from octavo.models.parts import Names
-from octavo.ops.attention import LayerCache, PagedRows
+from octavo.ops.attention.attention import LayerCache, PagedRows
 from octavo.ops.collective import Collective
 from octavo.ops.moe import Routing
 

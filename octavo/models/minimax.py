@@ -28,7 +28,7 @@ from octavo.models.mixtral import EXPERTS
 from octavo.models.moe import read_experts
 from octavo.models.parts import DecoderConfig, ExpertsPart, Names
 from octavo.models.qwen3_next import by_part
-from octavo.ops.attention import LayerCache, PagedRows
+from octavo.ops.attention.attention import LayerCache, PagedRows
 from octavo.ops.moe import Routing
 from octavo.quant.stored.shard import Section
 

@@ -26,11 +26,11 @@ from octavo.models.linear_parts import MatrixRows
 from octavo.models.loader import WeightLoader
 from octavo.models.moe import read_experts
 from octavo.models.parts import DecoderConfig, ExpertsPart, HeadNorm, MLPPart, NormPart
-from octavo.ops.attention import LayerCache, PagedRows
-from octavo.ops.head_blocks import HeadBlocks, attend_to_head_blocks
-from octavo.ops.linear import Activation
+from octavo.ops.attention.attention import LayerCache, PagedRows
+from octavo.ops.attention.choose_head_blocks import HeadBlocks, attend_to_head_blocks
+from octavo.ops.attention.choose_keys import MOST_SCORES, sees_all
+from octavo.ops.linear.linear import Activation
 from octavo.ops.moe import ClampedSwish, Routing
-from octavo.ops.sparse_attention import MOST_SCORES, sees_all
 from octavo.quant.stored.shard import Section
 
 SPARSE = "minimax_m3_sparse"

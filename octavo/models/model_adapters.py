@@ -24,7 +24,7 @@ from octavo.models.multimodal_text import own_name
 from octavo.models.registry import LoadedModel, load_model
 from octavo.ops.collective import SINGLE_RANK, Collective
 from octavo.ops.device_backend import is_gpu
-from octavo.ops.linear import LowRank
+from octavo.ops.linear.linear import LowRank
 from octavo.quant.stored.stored_weight import DenseWeight, WeightFormat, dtype_name
 from octavo.quant.tensors import TensorSource
 from octavo.weights.adapter import read_adapter

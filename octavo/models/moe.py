@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from octavo.models.config import ACTIVATIONS, ModelConfig
 from octavo.models.config_keys import ConfigKeys, wrong
-from octavo.ops.linear import Activation
+from octavo.ops.linear.linear import Activation
 from octavo.ops.moe import CappedSwish, ClampedSwish, Routing, SoftcappedSwish
 
 

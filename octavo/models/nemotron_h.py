@@ -27,7 +27,7 @@ from octavo.models.layer_cache import state_layer
 from octavo.models.loader import ExpertShape, WeightLoader
 from octavo.models.moe import read_experts
 from octavo.models.parts import DecoderConfig, ExpertsPart, LayerPart, Names
-from octavo.ops.attention import LayerCache, PagedRows
+from octavo.ops.attention.attention import LayerCache, PagedRows
 from octavo.ops.collective import Collective
 from octavo.ops.moe import Routing, SquaredReLU
 

@@ -21,7 +21,7 @@ from octavo.models.loader import WeightLoader
 from octavo.models.older import FusedLayer
 from octavo.models.parts import DecoderConfig, MLPPart, Names
 from octavo.models.qwen2 import Qwen2ForCausalLM
-from octavo.ops.attention import LayerCache, PagedRows
+from octavo.ops.attention.attention import LayerCache, PagedRows
 
 INTERNLM2 = Names(
     embedding="model.tok_embeddings",

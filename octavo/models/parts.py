@@ -16,7 +16,7 @@ from octavo.models.config import ModelConfig
 from octavo.models.layer_cache import LayerCacheSpec
 from octavo.models.moe import MoESettings
 from octavo.models.rope_keys import RopeContext, read_rope
-from octavo.ops.linear import Activation
+from octavo.ops.linear.linear import Activation
 from octavo.ops.moe import CappedSwish, ClampedSwish, Routing
 
 

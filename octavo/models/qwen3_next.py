@@ -28,8 +28,8 @@ from octavo.models.loader import WeightLoader
 from octavo.models.parts import DecoderConfig, GatePart, HeadNorm, NormPart
 from octavo.models.qwen_moe import with_qwen_experts
 from octavo.models.rope_keys import rope_values
-from octavo.ops.gated_delta import DeltaHeads
-from octavo.ops.gated_norm import Gate
+from octavo.ops.recurrent.gated_delta import DeltaHeads
+from octavo.ops.recurrent.gated_norm import Gate
 from octavo.quant.stored.shard import Section
 
 OF_IMAGES = ("mrope_section", "mrope_interleaved")

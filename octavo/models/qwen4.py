@@ -34,13 +34,13 @@ from octavo.models.qwen3_5 import Qwen3_5Layer
 from octavo.models.qwen3_next import Qwen3NextConfig, read_qwen3_next
 from octavo.models.qwen_moe import with_qwen_experts
 from octavo.models.rope_keys import rope_values
-from octavo.ops.attention import LayerCache, PagedRows
-from octavo.ops.block_choice import RowPlaces, attend_to_blocks
-from octavo.ops.cache_rows import unpack_rows
+from octavo.ops.attention.attention import LayerCache, PagedRows
+from octavo.ops.attention.cached_rows import unpack_rows
+from octavo.ops.attention.choose_blocks import RowPlaces, attend_to_blocks
+from octavo.ops.attention.choose_keys import MOST_SCORES, sees_all
 from octavo.ops.elementwise import sigmoid
-from octavo.ops.gated_norm import Gate
 from octavo.ops.hyper_connections import in_parts
-from octavo.ops.sparse_attention import MOST_SCORES, sees_all
+from octavo.ops.recurrent.gated_norm import Gate
 
 INDEXED = "indexed_attention"
 NAMES = Names(before_attention=None, before_mlp=None)

@@ -27,7 +27,7 @@ from octavo.models.loader import WeightLoader
 from octavo.models.mtp_names import mtp_prefixes
 from octavo.models.multimodal_text import TEXT_PARTS, TextPart, text_config
 from octavo.models.parts import DecoderConfig
-from octavo.ops.attention import KVScales, LayerCache, PagedRows
+from octavo.ops.attention.attention import KVScales, LayerCache, PagedRows
 from octavo.ops.collective import SINGLE_RANK, Collective
 from octavo.quant.methods import read_method
 from octavo.quant.stored.shard import Shard

@@ -24,7 +24,7 @@ from octavo.models.layer_cache import LayerCacheSpec
 from octavo.models.linear_parts import MatrixRows
 from octavo.models.loader import WeightLoader
 from octavo.models.parts import DecoderConfig, MLPPart, Names
-from octavo.ops.attention import HeadLayout, LayerCache, PagedRows
+from octavo.ops.attention.attention import HeadLayout, LayerCache, PagedRows
 from octavo.quant.stored.shard import Section
 
 HYBRID = "hybrid"

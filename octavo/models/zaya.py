@@ -35,7 +35,7 @@ from octavo.models.loader import ExpertShape, WeightLoader
 from octavo.models.moe import MoESettings, read_experts
 from octavo.models.olmo import with_local_rope
 from octavo.models.parts import DecoderConfig
-from octavo.ops.attention import LayerCache, PagedRows
+from octavo.ops.attention.attention import LayerCache, PagedRows
 from octavo.ops.moe import Routing
 from octavo.quant.stored.shard import Section
 

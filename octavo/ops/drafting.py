@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from octavo.ops.dispatch import op
-from octavo.ops.sampling import SampleParams
-from octavo.ops.sampling_noise import row_exponentials
+from octavo.ops.sampling.noise import row_exponentials
+from octavo.ops.sampling.sampling import SampleParams
 
 # ---- accept_drafts: Counts the drafts that a step accepts. Shapes: T rows, S sequences, R sampled rows.
 

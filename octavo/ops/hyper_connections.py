@@ -11,10 +11,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from octavo.ops.attention import MAX_SCRATCH
+from octavo.ops.attention.attention import MAX_SCRATCH
 from octavo.ops.dispatch import op
 from octavo.ops.elementwise import sigmoid
-from octavo.ops.linear import linear
+from octavo.ops.linear.linear import linear
 
 
 def in_parts(function: Callable[..., tuple[Tensor, ...]], *given: Tensor) -> tuple[Tensor, ...]:

@@ -11,8 +11,8 @@ from torch import Tensor
 from octavo.ops.activation import clamped_swish, squared_relu
 from octavo.ops.dispatch import op, op_of_ids
 from octavo.ops.elementwise import sigmoid, softplus
-from octavo.ops.grouped_linear import TILE, PackedGroups
-from octavo.ops.linear import Activation, Fused, linear
+from octavo.ops.linear.grouped_linear import TILE, PackedGroups
+from octavo.ops.linear.linear import Activation, Fused, linear
 from octavo.ops.norms import rms_norm
 
 # ---- route: The norm and the router of a mixture of experts: which experts a token uses, and the weight of each

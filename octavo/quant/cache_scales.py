@@ -15,7 +15,7 @@ from collections.abc import Mapping
 
 import torch
 
-from octavo.ops.attention import KVScales
+from octavo.ops.attention.attention import KVScales
 from octavo.quant.config_reader import QuantKeys
 from octavo.quant.stored.shard import Section, Shard
 from octavo.quant.stored.stored_weight import DenseStored, WeightFormat

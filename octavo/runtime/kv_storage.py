@@ -2,7 +2,7 @@
 ``octavo.cache``, not here.
 
 Shapes: L layers, P tensors of a layer (2: keys and values; 1: latents), N blocks, K kv heads, S slots of a block, or
-as many as it has entries of several positions, H head dim, or the length of a row of ``ops.cache_rows``.
+as many as it has entries of several positions, H head dim, or the length of a row of ``ops.attention.cached_rows``.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from octavo.models.layer_cache import KVGroup, LayerCacheSpec, StateTensor
-from octavo.ops.attention import KVScales, LayerCache
-from octavo.ops.cache_rows import STORED, row_length
+from octavo.ops.attention.attention import KVScales, LayerCache
+from octavo.ops.attention.cached_rows import STORED, row_length
 from octavo.ops.collective import Collective, ContextRanks
 
 

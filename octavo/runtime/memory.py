@@ -21,9 +21,9 @@ from octavo.errors import ConfigError
 from octavo.model_info import KVGroupInfo
 from octavo.models.config import ModelConfig
 from octavo.models.layer_cache import KVGroup, LayerCacheSpec, kv_groups, rank_cache, stage_caches, with_routes
-from octavo.ops.attention import MAX_SCRATCH
+from octavo.ops.attention.attention import MAX_SCRATCH
 from octavo.ops.device_backend import backend_of, is_gpu
-from octavo.ops.grouped_linear import LARGEST_COPY
+from octavo.ops.linear.grouped_linear import LARGEST_COPY
 from octavo.ops.moe import RESULT_ROWS
 from octavo.plugins import CPU, GPU
 from octavo.quant.stored.stored_weight import DENSE_FORMATS

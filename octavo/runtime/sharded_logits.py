@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from octavo import ops
-from octavo.ops.candidates import UNDECIDED, choose_tokens, find_candidates
 from octavo.ops.collective import Collective
-from octavo.ops.sampling import GREEDY_BELOW, SampleParams
-from octavo.ops.sampling_noise import token_hashes
+from octavo.ops.sampling.divided_vocabulary import UNDECIDED, choose_tokens, find_candidates
+from octavo.ops.sampling.noise import token_hashes
+from octavo.ops.sampling.sampling import GREEDY_BELOW, SampleParams
 from octavo.quant.stored.shard import Shard
 
 RAW = "raw_logprobs"

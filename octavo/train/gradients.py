@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from octavo import ops
-from octavo.ops.attention import HeadLayout, LayerCache, PagedRows
-from octavo.ops.linear import PLAIN, Fused
+from octavo.ops.attention.attention import HeadLayout, LayerCache, PagedRows
+from octavo.ops.linear.linear import PLAIN, Fused
 
 Gradients = Sequence[Tensor | None]
 Backward = Callable[[Sequence[Any], Sequence[Tensor], Sequence[Tensor]], Gradients]

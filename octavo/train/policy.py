@@ -24,7 +24,7 @@ from octavo.llm import LLM
 from octavo.models.config import ModelConfig
 from octavo.models.parts import DecoderConfig, MLPPart
 from octavo.models.registry import CausalLM, load_model
-from octavo.ops.attention import GroupRows, LayerCache, PagedRows
+from octavo.ops.attention.attention import GroupRows, LayerCache, PagedRows
 from octavo.ops.device_backend import backend_of
 from octavo.ops.dispatch import wrapped
 from octavo.quant.tensors import FLOATS

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from octavo.errors import ConfigError
-from octavo.ops.linear import Activation
+from octavo.ops.linear.linear import Activation
 from octavo_bench.device.linear_case import LinearCase
 from octavo_fleet.sim.costs.roofline import shape_of
 from octavo_fleet.sim.shapes import SHAPES

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from octavo.errors import ConfigError
-from octavo.ops.linear import Activation, Fused
+from octavo.ops.linear.linear import Activation, Fused
 from octavo_kernels.triton.linear.linear import run_linear
 from octavo_kernels.triton.linear.linear_configs import LinearConfig
 from octavo_kernels.triton.tuning.linear_uses import LinearUse

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from octavo import ops
 from octavo.errors import ConfigError
-from octavo.ops.grouped_linear import Number, PackedGroups, takes_groups
-from octavo.ops.linear import Fused
+from octavo.ops.linear.grouped_linear import Number, PackedGroups, takes_groups
+from octavo.ops.linear.linear import Fused
 from octavo.ops.moe import GroupedExperts
 from octavo_bench.device import ceilings
 from octavo_bench.device.kernel_cases import layer_cases

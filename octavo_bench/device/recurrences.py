@@ -18,9 +18,9 @@ from torch import Tensor
 
 from octavo import ops
 from octavo.errors import ConfigError
-from octavo.ops.gated_delta import DeltaHeads
-from octavo.ops.recurrence import StateRows
-from octavo.ops.state_space import StateSpaceHeads
+from octavo.ops.recurrent.gated_delta import DeltaHeads
+from octavo.ops.recurrent.recurrence import StateRows
+from octavo.ops.recurrent.state_space import StateSpaceHeads
 from octavo_bench.device import ceilings
 from octavo_kernels.triton.graph_timing import microseconds
 from octavo_kernels.triton.recurrent import recurrence

@@ -26,7 +26,7 @@ from octavo.models.drafters.head import drafted
 from octavo.models.layer_cache import kv_groups
 from octavo.models.parts import DecoderConfig
 from octavo.models.registry import load_model, read_config
-from octavo.ops.attention import GroupRows, PagedRows
+from octavo.ops.attention.attention import GroupRows, PagedRows
 from octavo.quant.stored.stored_weight import WeightFormat
 from octavo.runtime.drafting.drafter import tap_layers
 from octavo.runtime.kv_storage import KVStorage

@@ -22,7 +22,7 @@ from octavo.errors import CANCELLATIONS, CheckpointError, ConfigError
 from octavo.models.config import ModelConfig
 from octavo.models.layer_cache import LayerCacheSpec
 from octavo.models.registry import LoadedModel
-from octavo.ops.attention import GroupRows, LayerCache, PagedRows
+from octavo.ops.attention.attention import GroupRows, LayerCache, PagedRows
 from octavo.quant.stored.stored_weight import WeightFormat, dtype_name
 from octavo.quant.tensors import HARMLESS
 from octavo.weights.adapter import CONFIG_NAME

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from octavo.ops.attention import LayerCache, PagedRows
+from octavo.ops.attention.attention import LayerCache, PagedRows
 from octavo_fleet.transformers.paged import OutputHead
 
 CACHE_NAMES = ("cache", "cache_params")

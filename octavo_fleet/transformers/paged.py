@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from octavo import ops
 from octavo.models.layer_cache import LayerCacheSpec
-from octavo.ops.attention import LayerCache, PagedRows, store_kv
+from octavo.ops.attention.attention import LayerCache, PagedRows, store_kv
 
 ATTENTION = "octavo_paged"
 """Name of the attention function in transformers."""

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from octavo.ops.attention import LayerCache, PagedRows
+from octavo.ops.attention.attention import LayerCache, PagedRows
 from octavo_fleet.worker.connection import SequencePart, WorkerConnection, WorkerError
 
 DTYPES = (torch.float32, torch.bfloat16)

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 import triton
 
-from octavo.ops.grouped_linear import TILE, WORDS, chunk_of
+from octavo.ops.linear.grouped_linear import TILE, WORDS, chunk_of
 from octavo_kernels.triton.grouped.grouped_product import GroupedProduct
 from octavo_kernels.triton.launch import has_gluon, num_multiprocessors, shared_bytes
 from octavo_kernels.triton.tuning.linear_cost import MOST_SUMS

@@ -36,8 +36,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from octavo.ops.grouped_linear import TILE, WORDS, PackedGroups, chunk_of
-from octavo.ops.linear import Fused
+from octavo.ops.linear.grouped_linear import TILE, WORDS, PackedGroups, chunk_of
+from octavo.ops.linear.linear import Fused
 from octavo_kernels.hopper.pipelined_configs import ALIGNMENT, BOX_BYTES, MOST_PROGRAMS, UNIT, PipelinedConfig
 from octavo_kernels.hopper.pipelined_epilogue import end_tile
 from octavo_kernels.hopper.pipelined_producer import produce

@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from octavo.ops.grouped_linear import BITS, HALF, PackedGroups
+from octavo.ops.linear.grouped_linear import BITS, HALF, PackedGroups
 from octavo.ops.moe import GroupedExperts, has_gates
 from octavo_kernels.hopper.pipelined_configs import PipelinedConfig, expert_config
 from octavo_kernels.triton.activation import activation_of

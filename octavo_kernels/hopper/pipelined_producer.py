@@ -11,7 +11,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from triton.language.extra.cuda import gdc_wait
 
-from octavo.ops.grouped_linear import TILE
+from octavo.ops.linear.grouped_linear import TILE
 from octavo_kernels.hopper.pipelined_configs import UNIT
 from octavo_kernels.hopper.pipelined_tiles import rows_of_tile
 

@@ -31,7 +31,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from octavo.ops.attention import HeadLayout, LayerCache
+from octavo.ops.attention.attention import HeadLayout, LayerCache
 from octavo_kernels.hopper.prefill_producer import hear, produce
 from octavo_kernels.triton.launch import counters, launch, num_multiprocessors, shared_bytes
 from octavo_kernels.triton.split_sums import LOG2_E

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from octavo.ops.grouped_linear import TILE, chunk_of
+from octavo.ops.linear.grouped_linear import TILE, chunk_of
 from octavo_kernels.hopper.pipelined_configs import KEPT_BYTES
 from octavo_kernels.triton.grouped.grouped_product import GroupedProduct
 from octavo_kernels.triton.launch import has_gluon, num_multiprocessors, shared_bytes

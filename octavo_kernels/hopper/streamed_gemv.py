@@ -18,8 +18,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from octavo.ops.grouped_linear import TILE, WORDS, PackedGroups, chunk_of
-from octavo.ops.linear import Fused
+from octavo.ops.linear.grouped_linear import TILE, WORDS, PackedGroups, chunk_of
+from octavo.ops.linear.linear import Fused
 from octavo_kernels.hopper.streamed_configs import StreamedConfig
 from octavo_kernels.hopper.streamed_tiles import (
     add_chunks,

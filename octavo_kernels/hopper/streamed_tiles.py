@@ -19,7 +19,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
-from octavo.ops.grouped_linear import TILE, WORDS
+from octavo.ops.linear.grouped_linear import TILE, WORDS
 from octavo_kernels.triton.linear.tile_epilogue import finish
 
 _TILE, _WORDS = gl.constexpr(TILE), gl.constexpr(WORDS)

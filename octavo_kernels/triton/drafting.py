@@ -17,7 +17,7 @@ from octavo.ops.drafting import (
     keep_draft,
     newest_tokens,
 )
-from octavo.ops.sampling import SampleParams
+from octavo.ops.sampling.sampling import SampleParams
 from octavo_kernels.triton.launch import after_predecessor, empty_indices, launch
 from octavo_kernels.triton.sampling.noise import minus_log_exponentials, row_key
 from octavo_kernels.triton.stepping import MOST_SAMPLED

@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from octavo.ops.hyper_connections import Mixed, StreamMaps, attend_streams, enter_streams, leave_streams
-from octavo.ops.linear import linear
+from octavo.ops.linear.linear import linear
 from octavo_kernels.triton.launch import after_predecessor, declines_floats, launch
 
 BLOCK = 1024

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from octavo import LLM, SamplingParams
-from octavo.ops.sampling_noise import exponentials, token_hashes
+from octavo.ops.sampling.noise import exponentials, token_hashes
 from octavo_bench.offline import wait_until_prepared
 from tests.gpu.checkpoints import write_checkpoint
 

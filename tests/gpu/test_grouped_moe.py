@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from octavo.ops.grouped_linear import PackedGroups
+from octavo.ops.linear.grouped_linear import PackedGroups
 from octavo.ops.moe import ClampedSwish, GroupedExperts, Routing, grouped_moe, route
 from tests.gpu.graph_bits import assert_a_graph_gives_the_same_bits
 from tests.ops.triton.test_grouped_linear import random_groups

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from octavo.ops.attention import HeadLayout, LayerCache
+from octavo.ops.attention.attention import HeadLayout, LayerCache
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from octavo.ops.grouped_linear import Number
-from octavo.ops.linear import Activation
+from octavo.ops.linear.grouped_linear import Number
+from octavo.ops.linear.linear import Activation
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 

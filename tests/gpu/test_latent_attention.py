@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from octavo import ops
-from octavo.ops.attention import GroupRows, LayerCache, PagedRows
-from octavo.ops.latent_attention import LatentHeads
-from octavo.ops.linear import Fused
+from octavo.ops.attention.attention import GroupRows, LayerCache, PagedRows
+from octavo.ops.attention.latent_attention import LatentHeads
+from octavo.ops.linear.linear import Fused
 from tests.gpu.graph_bits import assert_a_graph_gives_the_same_bits
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

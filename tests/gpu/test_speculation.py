@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from octavo import LLM, SamplingParams
-from octavo.ops.sampling import SampleParams
+from octavo.ops.sampling.sampling import SampleParams
 from octavo.runtime.drafting.optional_acceptance import distribution
 from tests.gpu.checkpoints import write_checkpoint
 

@@ -12,7 +12,7 @@ import torch
 
 from octavo.layers.attention import rank_rows
 from octavo.layers.image_attention import attention_with_images
-from octavo.ops.attention import GroupRows, HeadLayout, ImageRows, LayerCache, PagedRows, SingleRows, Span
+from octavo.ops.attention.attention import GroupRows, HeadLayout, ImageRows, LayerCache, PagedRows, SingleRows, Span
 
 W, BLOCK, COUNTS = 3, 4, (15, 12)
 """Ranks, positions of a block, and blocks of each rank in each KV group."""

@@ -11,7 +11,7 @@ from torch import Tensor
 from octavo.layers import experts
 from octavo.layers.experts import DenseMixture, GroupedMixture, PackedMixture, StoredExperts, make_mixture
 from octavo.ops import dispatch
-from octavo.ops.linear import Activation
+from octavo.ops.linear.linear import Activation
 from octavo.ops.moe import ClampedSwish
 from octavo.quant.stored import scaled
 from octavo.quant.stored.blocks import GgufStored

@@ -10,7 +10,7 @@ from torch import Tensor
 from octavo.layers.embedding import Embedding
 from octavo.layers.linear import Linear
 from octavo.layers.rotary import DefaultRope, LinearRope, Llama3Rope, Rotary
-from octavo.ops.block_linear import PackedBlocks
+from octavo.ops.linear.block_linear import PackedBlocks
 from octavo.quant.stored.blocks import BlockWeight, GgufStored
 from octavo.quant.stored.stored_weight import DenseStored, DenseWeight, WeightFormat, make_weights
 from octavo.weights.gguf.blocks import BlockTensor, dequantize

@@ -11,7 +11,7 @@ import torch
 
 from octavo import LLM, SamplingParams
 from octavo.errors import InvalidParameter
-from octavo.ops.sampling import BANNED, SampleParams, least_kept, processed_logits
+from octavo.ops.sampling.sampling import BANNED, SampleParams, least_kept, processed_logits
 from tests.llm.test_weight_updates import SETTINGS
 from tests.llm.tiny import write_checkpoint
 from tests.models.families import make_checkpoint

@@ -14,7 +14,7 @@ from octavo.build.device_settings import resolve_kv_dtype
 from octavo.config import EngineConfig
 from octavo.errors import ConfigError
 from octavo.models.layer_cache import LayerCacheSpec
-from octavo.ops.cache_rows import INT4
+from octavo.ops.attention.cached_rows import INT4
 from octavo.quant.stored.stored_weight import WeightFormat
 from tests.models.families import make_checkpoint
 from tests.models.test_architectures import random_tokens

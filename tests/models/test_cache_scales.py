@@ -18,7 +18,7 @@ from octavo.models.layer_cache import kv_groups, rank_cache
 from octavo.models.meta_model import FirstOf, outline
 from octavo.models.registry import LoadedModel, load_model, read_config
 from octavo.ops import dispatch
-from octavo.ops.attention import GroupRows, PagedRows
+from octavo.ops.attention.attention import GroupRows, PagedRows
 from octavo.quant.stored.stored_weight import WeightFormat
 from octavo.runtime.kv_storage import KVStorage
 from octavo.weights.checkpoint import open_checkpoint

@@ -15,7 +15,7 @@ from octavo import LLM, SamplingParams
 from octavo.errors import CheckpointError
 from octavo.models.layer_cache import kv_groups
 from octavo.models.registry import read_config
-from octavo.ops.grouped_linear import E2M1
+from octavo.ops.linear.grouped_linear import E2M1
 from tests.models.adapter_files import make_adapter
 from tests.models.families import make_checkpoint
 from tests.tiers import nightly_after

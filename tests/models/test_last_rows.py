@@ -11,7 +11,7 @@ import torch
 
 from octavo.models.layer_cache import kv_groups
 from octavo.models.registry import load_model, read_config
-from octavo.ops.attention import GroupRows, PagedRows
+from octavo.ops.attention.attention import GroupRows, PagedRows
 from octavo.quant.stored.stored_weight import WeightFormat
 from octavo.runtime.kv_storage import KVStorage, StatePool
 from octavo.weights.checkpoint import open_checkpoint

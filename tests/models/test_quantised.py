@@ -14,7 +14,7 @@ from torch import Tensor
 from octavo import LLM, SamplingParams
 from octavo.models.meta_model import outline
 from octavo.models.registry import load_model, read_config
-from octavo.ops.grouped_linear import grouped_linear
+from octavo.ops.linear.grouped_linear import grouped_linear
 from octavo.quant.stored.stored_weight import WeightFormat
 from octavo.weights.safetensors import SafetensorsCheckpoint
 from tests.models.families import VOCAB_SIZE, make_checkpoint

@@ -7,7 +7,7 @@ import torch
 from msgspec.structs import force_setattr
 from torch import Tensor
 
-from octavo.ops.sampling import BANNED, Adjustments
+from octavo.ops.sampling.sampling import BANNED, Adjustments
 from octavo.sampling_params import SamplingParams
 from tests.ops.row_sampler import Row, process
 

@@ -7,8 +7,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from octavo.ops.attention import GroupRows, HeadLayout, LayerCache, PagedRows
-from octavo.ops.compressed_attention import Compression
+from octavo.ops.attention.attention import GroupRows, HeadLayout, LayerCache, PagedRows
+from octavo.ops.attention.compressed_attention import Compression
 
 NAN = float("nan")
 

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from octavo import ops
-from octavo.ops.gated_delta import DeltaHeads
-from octavo.ops.gated_norm import Gate
-from octavo.ops.recurrence import StateRows
-from octavo.ops.selective_scan import ScanChannels
-from octavo.ops.state_space import StateSpaceHeads
+from octavo.ops.recurrent.gated_delta import DeltaHeads
+from octavo.ops.recurrent.gated_norm import Gate
+from octavo.ops.recurrent.recurrence import StateRows
+from octavo.ops.recurrent.selective_scan import ScanChannels
+from octavo.ops.recurrent.state_space import StateSpaceHeads
 
 Run = Callable[[Tensor, Tensor, StateRows], Tensor]
 

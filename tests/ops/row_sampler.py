@@ -30,7 +30,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from octavo.ops.sampling_noise import exponentials, token_hashes
+from octavo.ops.sampling.noise import exponentials, token_hashes
 from octavo.sampling_params import SamplingParams
 from octavo.types import TokenLogprobs
 from tests.ops import processors

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from octavo.ops.sampling import BANNED, NOT_FINITE, NOTHING_LEFT, OUT_OF_RANGE, SampleParams
+from octavo.ops.sampling.sampling import BANNED, NOT_FINITE, NOTHING_LEFT, OUT_OF_RANGE, SampleParams
 from octavo.sampling_params import SamplingParams
 from tests.ops import row_sampler as sampler
 from tests.ops.row_sampler import Row, Sampler

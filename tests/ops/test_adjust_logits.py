@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from octavo import ops
-from octavo.ops.sampling import NOT_FINITE, NOTHING_LEFT, OUT_OF_RANGE
+from octavo.ops.sampling.sampling import NOT_FINITE, NOTHING_LEFT, OUT_OF_RANGE
 from tests.ops.adjusting_cases import by_process, make_rows, packed
 from tests.ops.sampling_cases import make_logits, uniform_params
 

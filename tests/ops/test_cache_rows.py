@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from octavo.models.layer_cache import KVGroup, LayerCacheSpec
-from octavo.ops.cache_rows import (
+from octavo.ops.attention.cached_rows import (
     GROUP,
     INT4,
     STORED,

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from octavo import ops
-from octavo.ops.candidates import MOST, UNDECIDED, choose_tokens, find_candidates
-from octavo.ops.sampling import BANNED, NOT_FINITE, NOTHING_LEFT, OUT_OF_RANGE, OVERFLOWN, SampleParams
-from octavo.ops.sampling_noise import token_hashes
+from octavo.ops.sampling.divided_vocabulary import MOST, UNDECIDED, choose_tokens, find_candidates
+from octavo.ops.sampling.noise import token_hashes
+from octavo.ops.sampling.sampling import BANNED, NOT_FINITE, NOTHING_LEFT, OUT_OF_RANGE, OVERFLOWN, SampleParams
 from octavo.quant.stored.shard import Shard
 
 CPU = torch.device("cpu")

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from octavo.ops import attention, dispatch
-from octavo.ops.attention import (
+from octavo.ops.attention.attention import (
     GroupRows,
     HeadLayout,
     KVScales,
@@ -20,7 +20,7 @@ from octavo.ops.attention import (
     paged_attention,
     stored_heads,
 )
-from octavo.ops.cache_rows import INT4, STORED, pack_rows, row_length, unpack_rows
+from octavo.ops.attention.cached_rows import INT4, STORED, pack_rows, row_length, unpack_rows
 from octavo_kernels.cpu import threads
 from tests.ops.cpu_cases import needs_float_kernels, poison_new_tensors
 from tests.ops.triton.paged_cases import with_bias

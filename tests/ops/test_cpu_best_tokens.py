@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from octavo.ops.sampling import BANNED, NOT_FINITE, NOTHING_LEFT, OUT_OF_RANGE, OVERFLOWN
+from octavo.ops.sampling.sampling import BANNED, NOT_FINITE, NOTHING_LEFT, OUT_OF_RANGE, OVERFLOWN
 from octavo_kernels.cpu import threads
 from octavo_kernels.cpu.sampling.sample import BLOCK, best_tokens
 from tests.ops.cpu_cases import needs_float_kernels

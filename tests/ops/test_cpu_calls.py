@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from octavo import ops
-from octavo.ops.block_linear import PackedBlocks
-from octavo.ops.linear import Fused
+from octavo.ops.linear.block_linear import PackedBlocks
+from octavo.ops.linear.linear import Fused
 from octavo_kernels.cpu.calls import Arena, recording
 from tests.ops.cpu_cases import needs_float_kernels, random_blocks
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from octavo import ops
 from octavo.layers.experts import PackedMixture
 from octavo.layers.linear import Linear
-from octavo.ops.block_linear import PackedBlocks
+from octavo.ops.linear.block_linear import PackedBlocks
 from octavo.ops.moe import ClampedSwish, ExpertActivation, Experts, Routing, SeparateExperts, SquaredReLU, has_gates
 from octavo.ops.moe import sum_over_experts as reduce
 from octavo.quant.stored.blocks import BlockWeight

@@ -11,9 +11,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from octavo.ops import block_linear, linear, scaled_linear, sliced_linear
-from octavo.ops.block_linear import PackedBlocks
-from octavo.ops.linear import Activation, Fused
-from octavo.ops.sliced_linear import SlicedValues
+from octavo.ops.linear.block_linear import PackedBlocks
+from octavo.ops.linear.linear import Activation, Fused
+from octavo.ops.linear.sliced_linear import SlicedValues
 from octavo_kernels.cpu import threads
 from tests.ops.cpu_cases import needs_float_kernels, poison_new_tensors, random_blocks, random_values
 from tests.tiers import one_in

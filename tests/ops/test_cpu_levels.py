@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from octavo.ops import block_linear, linear, scaled_linear
-from octavo.ops.block_linear import PackedBlocks
-from octavo.ops.linear import Fused
+from octavo.ops.linear.block_linear import PackedBlocks
+from octavo.ops.linear.linear import Fused
 from octavo_kernels.cpu.host import missing
 from tests.ops.cpu_cases import attended, needs_float_kernels, random_blocks, random_ordered, random_values
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from octavo.ops import linear, sliced_linear
-from octavo.ops.linear import PLAIN, Fused
-from octavo.ops.sliced_linear import SlicedValues
+from octavo.ops.linear.linear import PLAIN, Fused
+from octavo.ops.linear.sliced_linear import SlicedValues
 from octavo_kernels.cpu import threads
 from tests.ops.cpu_cases import needs_float_kernels, poison_new_tensors
 from tests.tiers import one_in

@@ -7,7 +7,7 @@ import torch
 
 from octavo import ops
 from octavo.ops import dispatch
-from octavo.ops.gated_norm import Gate
+from octavo.ops.recurrent.gated_norm import Gate
 from octavo_kernels.cpu.calls import Arena, recording
 from octavo_kernels.cpu.threads import num_threads, set_num_threads
 from tests.ops.cpu_cases import needs_float_kernels, poison_new_tensors

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from octavo import ops
-from octavo.ops.sampling import BANNED, SampleParams
-from octavo.ops.sampling_noise import exponentials, key_of, token_hashes
+from octavo.ops.sampling.noise import exponentials, key_of, token_hashes
+from octavo.ops.sampling.sampling import BANNED, SampleParams
 from octavo_kernels.cpu import threads
 from octavo_kernels.cpu.sampling import sample_row
 from octavo_kernels.cpu.sampling.sample_row import BLOCK

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from octavo.ops import linear, scaled_linear
-from octavo.ops.linear import Fused
-from octavo.ops.scaled_linear import ScaledValues
+from octavo.ops.linear.linear import Fused
+from octavo.ops.linear.scaled_linear import ScaledValues
 from octavo_kernels.cpu import threads
 from tests.ops.cpu_cases import needs_float_kernels, poison_new_tensors, random_values
 

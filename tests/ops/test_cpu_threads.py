@@ -206,7 +206,7 @@ ops.silu_and_mul(torch.zeros(1, 64))
 PROGRAM = (
     ONE_KERNEL
     + """
-from octavo.ops.block_linear import PackedBlocks
+from octavo.ops.linear.block_linear import PackedBlocks
 from tests.ops.cpu_cases import random_blocks
 ops.block_linear(torch.zeros(1, 32), PackedBlocks.pack(random_blocks("Q4_1", 32, 32)))
 """

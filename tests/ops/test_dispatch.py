@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from octavo.ops import dispatch
-from octavo.ops.attention import rotary_angles
+from octavo.ops.attention.attention import rotary_angles
 from octavo.ops.dispatch import KernelChoice, Op
 from octavo.ops.embedding import embedding
 

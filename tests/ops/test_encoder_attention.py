@@ -53,7 +53,7 @@ def test_each_text_attends_to_all_of_itself(dtype: torch.dtype, tolerance: float
 def test_windows_biases_and_shared_heads(
     window: int, biases: int, scratch: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(importlib.import_module("octavo.ops.attention"), "MAX_SCRATCH", scratch)
+    monkeypatch.setattr(importlib.import_module("octavo.ops.attention.attention"), "MAX_SCRATCH", scratch)
     ends, of = [1, 8, 48], heads(48, K=1)
     bias_NM = torch.randn(N, biases) if biases else None
     found = ops.encoder_attention(*of, ends, 0.7, window, bias_NM)

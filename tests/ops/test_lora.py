@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from octavo import ops
-from octavo.ops.linear import LowRank, RowGroup
+from octavo.ops.linear.linear import LowRank, RowGroup
 
 K, N = 32, 24
 

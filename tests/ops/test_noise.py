@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from octavo.ops.sampling_noise import exponentials, token_hashes
+from octavo.ops.sampling.noise import exponentials, token_hashes
 from tests.tiers import one_in
 
 CPU = torch.device("cpu")
@@ -76,10 +76,10 @@ def test_values_are_positive_and_finite_even_at_the_ends_of_the_range() -> None:
 
 def test_products_stay_in_range_for_the_largest_factors() -> None:
     """Exact arithmetic of Python agrees with int64, for keys over the whole range."""
-    from octavo.ops import sampling_noise
+    from octavo.ops.sampling import noise
 
     for seed in (0, 1, 2**64 - 1, 2**63, 0xDEADBEEF, *range(1000, 1020)):
-        key = sampling_noise._split_mix(sampling_noise._split_mix(seed) ^ 3)
+        key = noise._split_mix(noise._split_mix(seed) ^ 3)
         factor, offset = key >> 32 | 1, key % 2**32
         tokens = torch.tensor([0, 1, 2**31, 2**32 - 1])
         bits = [lowbias32((token * factor + offset) % 2**32) for token in tokens.tolist()]

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from octavo.ops import dispatch, merge_parts, partial_attention
-from octavo.ops.attention import LayerCache
-from octavo.ops.cache_rows import INT4
+from octavo.ops.attention.attention import LayerCache
+from octavo.ops.attention.cached_rows import INT4
 from octavo.ops.collective import ContextPart, ContextRanks
 from octavo_kernels.cpu.collective import SharedCollective
 from tests.ops.cpu_cases import needs_float_kernels, poison_new_tensors

@@ -11,10 +11,10 @@ from torch import Tensor
 
 from octavo import ops
 from octavo.ops import dispatch
-from octavo.ops.linear import Activation, Fused
+from octavo.ops.linear.linear import Activation, Fused
 from tests.tiers import one_in
 
-ATTENTION = importlib.import_module("octavo.ops.attention")
+ATTENTION = importlib.import_module("octavo.ops.attention.attention")
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-6, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 DTYPES = list(TOLERANCE)
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from octavo import ops
-from octavo.ops.sampling import BANNED, NOT_FINITE, NOTHING_LEFT, OUT_OF_RANGE, OVERFLOWN
+from octavo.ops.sampling.sampling import BANNED, NOT_FINITE, NOTHING_LEFT, OUT_OF_RANGE, OVERFLOWN
 from tests.ops.sampling_cases import by_sampler, make_logits, mixed_params, part_of, uniform_params
 
 

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from octavo import ops
-from octavo.ops.attention import GroupRows, LayerCache, PagedRows, store_kv
-from octavo.ops.cache_rows import INT4, STORED, row_length
-from octavo.ops.latent_attention import LatentHeads
-from octavo.ops.sparse_attention import ChosenKeys, sees_all
+from octavo.ops.attention.attention import GroupRows, LayerCache, PagedRows, store_kv
+from octavo.ops.attention.cached_rows import INT4, STORED, row_length
+from octavo.ops.attention.choose_keys import ChosenKeys, sees_all
+from octavo.ops.attention.latent_attention import LatentHeads
 
 WIDTH, HEADS, LATENT, TURNED = 20, 5, 16, 4
 Shape = tuple[tuple[int, ...], tuple[int, ...]]

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from octavo.ops import dispatch
-from octavo.ops.block_linear import PackedBlocks, block_linear
+from octavo.ops.linear.block_linear import PackedBlocks, block_linear
 from octavo.quant.stored.blocks import GgufStored, without_kernel
 from octavo.quant.stored.stored_weight import WeightFormat
 from octavo.weights.gguf.blocks import dequantize

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from octavo.ops.block_linear import KINDS
-from octavo.ops.grouped_linear import PackedGroups
+from octavo.ops.linear.block_linear import KINDS
+from octavo.ops.linear.grouped_linear import PackedGroups
 from octavo.quant.stored.blocks import GgufStored
 from octavo.quant.stored.float4 import Float4Stored
 from octavo.quant.stored.int_group_weight import GroupedStored

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from octavo.errors import CheckpointError
 from octavo.ops import dispatch
-from octavo.ops.block_linear import KINDS
-from octavo.ops.linear import Fused
+from octavo.ops.linear.block_linear import KINDS
+from octavo.ops.linear.linear import Fused
 from octavo.quant.stored.blocks import BlockWeight, GgufStored
 from octavo.quant.stored.float4 import E2M1, Float4Stored
 from octavo.quant.stored.int_group_weight import GroupedStored

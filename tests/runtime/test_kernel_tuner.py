@@ -18,8 +18,8 @@ from octavo.models.registry import load_model, read_config
 from octavo.ops import dispatch
 from octavo.ops.dispatch import REFERENCE
 from octavo.ops.drafting import NewestTokens
-from octavo.ops.grouped_linear import grouped_linear
-from octavo.ops.linear import linear
+from octavo.ops.linear.grouped_linear import grouped_linear
+from octavo.ops.linear.linear import linear
 from octavo.quant.stored.stored_weight import WeightFormat
 from octavo.runtime.drafting.drafter import DraftInputs
 from octavo.runtime.executors.stream_executor import StreamExecutor

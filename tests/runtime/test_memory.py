@@ -17,8 +17,8 @@ from octavo.errors import ConfigError
 from octavo.models.layer_cache import KVGroup, rank_cache
 from octavo.models.meta_model import outline
 from octavo.models.registry import ARCHITECTURES, read_config
+from octavo.ops.attention.choose_keys import MOST_SCORES
 from octavo.ops.collective import SINGLE_RANK, ContextRanks
-from octavo.ops.sparse_attention import MOST_SCORES
 from octavo.quant.stored.stored_weight import WeightFormat
 from octavo.runtime import memory
 from octavo.runtime.kv_storage import KVStorage

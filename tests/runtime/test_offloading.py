@@ -21,7 +21,7 @@ from octavo.errors import ConfigError
 from octavo.models.config import ModelConfig
 from octavo.models.layer_cache import LayerCacheSpec, conv_state, kv_groups, recurrent_state, state_layer
 from octavo.models.registry import read_config
-from octavo.ops.cache_rows import INT4
+from octavo.ops.attention.cached_rows import INT4
 from octavo.runtime.executors.block_copies import HostBlockCopies
 from octavo.runtime.kv_storage import KVStorage, StatePool
 from octavo_fleet.sim.shapes import SHAPES

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from octavo import ops
-from octavo.ops import sampling_noise
-from octavo.ops.sampling import SampleParams
+from octavo.ops.sampling import noise
+from octavo.ops.sampling.sampling import SampleParams
 from octavo.runtime.drafting.optional_acceptance import (
     DRAFT_STREAM,
     RESIDUAL_STREAM,
@@ -46,7 +46,7 @@ def assert_distributed(tokens: torch.Tensor, want: torch.Tensor) -> None:
 
 def drawn(probs: torch.Tensor, given: SampleParams) -> torch.Tensor:
     """What ``ops.sample`` draws, without a look at each row."""
-    return (probs / sampling_noise.row_exponentials(len(probs), given.seed, given.position)).argmax(dim=1)
+    return (probs / noise.row_exponentials(len(probs), given.seed, given.position)).argmax(dim=1)
 
 
 def of_target(temperature: float) -> torch.Tensor:
@@ -136,10 +136,10 @@ def test_probabilities_are_those_that_sampling_draws_from() -> None:
 
 def test_noise_of_rows_is_that_of_sampling() -> None:
     seeds, positions = torch.tensor([0, 5, -1, -(2**63), 2**63 - 1]), torch.tensor([0, 1, 77, 2**30 + 5, 9])
-    found_RV = sampling_noise.row_exponentials(9, seeds, positions.int())
-    hashes_V = sampling_noise.token_hashes(9, torch.device("cpu"))
+    found_RV = noise.row_exponentials(9, seeds, positions.int())
+    hashes_V = noise.token_hashes(9, torch.device("cpu"))
     for row, seed, position in zip(found_RV, seeds.tolist(), positions.tolist(), strict=True):
-        assert torch.equal(row, sampling_noise.exponentials(hashes_V, seed % 2**64, position))
+        assert torch.equal(row, noise.exponentials(hashes_V, seed % 2**64, position))
 
 
 @pytest.mark.parametrize(("length", "num_drafts"), [(2.6, 3), (1.0, 4), (5.0, 4)])

@@ -30,7 +30,7 @@ from octavo.models.layer_cache import kv_groups, own_cache, rank_cache
 from octavo.models.model_adapters import ModelAdapters, make_stacks
 from octavo.models.parts import DecoderConfig
 from octavo.models.registry import load_model, read_config
-from octavo.ops.cache_rows import INT4
+from octavo.ops.attention.cached_rows import INT4
 from octavo.ops.collective import SINGLE_RANK, ContextRanks
 from octavo.ops.device_backend import RankMemory
 from octavo.quant.stored.stored_weight import WeightFormat

@@ -16,7 +16,7 @@ from torch import Tensor
 from octavo import LLM, SamplingParams
 from octavo.models.layer_cache import kv_groups
 from octavo.models.registry import load_model, read_config
-from octavo.ops.attention import GroupRows, PagedRows
+from octavo.ops.attention.attention import GroupRows, PagedRows
 from octavo.quant.stored.stored_weight import WeightFormat
 from octavo.runtime.executors import recorded_forward
 from octavo.runtime.executors.forward import make_forward

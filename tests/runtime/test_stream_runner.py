@@ -28,7 +28,7 @@ from octavo.engine.scheduler import Scheduler
 from octavo.engine.speculative.speculation import Speculation
 from octavo.models.layer_cache import kv_groups
 from octavo.ops import dispatch
-from octavo.ops.attention import LayerCache
+from octavo.ops.attention.attention import LayerCache
 from octavo.ops.dispatch import REFERENCE
 from octavo.runtime.executors.device_program import with_distinct_layers
 from octavo.runtime.kv_storage import KVStorage

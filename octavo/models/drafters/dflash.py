@@ -25,7 +25,7 @@ from octavo.models.loader import WeightLoader
 from octavo.models.parts import DecoderConfig, HeadNorm
 from octavo.models.qwen2 import read_qwen
 from octavo.models.registry import CausalLM
-from octavo.ops.attention import LayerCache, PagedRows
+from octavo.ops.attention.attention import LayerCache, PagedRows
 from octavo.ops.collective import SINGLE_RANK, Collective
 from octavo.quant.methods import read_method
 from octavo.quant.stored.shard import Section

@@ -29,7 +29,7 @@ from octavo.models.drafters.head import drafted, part_loader
 from octavo.models.loader import WeightLoader
 from octavo.models.parts import DecoderConfig, HeadNorm
 from octavo.models.registry import CausalLM
-from octavo.ops.attention import LayerCache, PagedRows
+from octavo.ops.attention.attention import LayerCache, PagedRows
 from octavo.ops.collective import SINGLE_RANK, Collective
 from octavo.quant.methods import read_method
 from octavo.quant.stored.stored_weight import WeightFormat

@@ -16,7 +16,7 @@ from octavo.models.decoder import Decoder
 from octavo.models.layer_cache import LayerCacheSpec
 from octavo.models.loader import WeightLoader
 from octavo.models.registry import CausalLM
-from octavo.ops.attention import LayerCache, PagedRows
+from octavo.ops.attention.attention import LayerCache, PagedRows
 from octavo.ops.collective import Collective
 from octavo.quant.methods import QuantMethod
 from octavo.quant.stored.shard import Shard

@@ -25,7 +25,7 @@ from octavo.models.mtp_names import NEMOTRON_PREFIX, QWEN_PREFIX, mtp_prefixes
 from octavo.models.multimodal_text import TextPart
 from octavo.models.parts import DecoderConfig
 from octavo.models.registry import CausalLM
-from octavo.ops.attention import LayerCache, PagedRows
+from octavo.ops.attention.attention import LayerCache, PagedRows
 from octavo.ops.collective import SINGLE_RANK, Collective
 from octavo.quant.stored.stored_weight import WeightFormat
 from octavo.quant.tensors import TensorSource

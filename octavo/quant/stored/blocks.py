@@ -13,9 +13,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from octavo.ops.block_linear import FOUR_BIT_KINDS, KINDS, PANEL, PackedBlocks, block_linear
 from octavo.ops.dispatch import REFERENCE
-from octavo.ops.grouped_linear import Number, PackedGroups
+from octavo.ops.linear.block_linear import FOUR_BIT_KINDS, KINDS, PANEL, PackedBlocks, block_linear
+from octavo.ops.linear.grouped_linear import Number, PackedGroups
 from octavo.quant.stored.packed import GroupedWeight, pack_groups, packs_groups
 from octavo.quant.stored.stored_weight import (
     LinearWeight,

@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from octavo.ops.grouped_linear import E2M1
+from octavo.ops.linear.grouped_linear import E2M1
 from octavo.quant.module_matching import names_module
 from octavo.quant.stored.float4 import Float4Stored
 from octavo.quant.stored.groups import num_groups

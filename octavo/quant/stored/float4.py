@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from octavo.ops.block_linear import ROWS_AT_ONCE, PackedBlocks
-from octavo.ops.grouped_linear import E2M1, PackedGroups
+from octavo.ops.linear.block_linear import ROWS_AT_ONCE, PackedBlocks
+from octavo.ops.linear.grouped_linear import E2M1, PackedGroups
 from octavo.quant.stored.blocks import BlockWeight, outlined_blocks, packs_blocks
 from octavo.quant.stored.groups import num_groups
 from octavo.quant.stored.packed import GroupedWeight, pack_groups, packs_groups

@@ -14,9 +14,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from octavo.ops.block_linear import ROWS_AT_ONCE, PackedBlocks
-from octavo.ops.grouped_linear import Number, PackedGroups
-from octavo.ops.scaled_linear import ScaledValues
+from octavo.ops.linear.block_linear import ROWS_AT_ONCE, PackedBlocks
+from octavo.ops.linear.grouped_linear import Number, PackedGroups
+from octavo.ops.linear.scaled_linear import ScaledValues
 from octavo.quant.stored.blocks import BlockWeight, outlined_blocks, packs_blocks
 from octavo.quant.stored.packed import GroupedWeight, pack_groups, packs_groups
 from octavo.quant.stored.scaled import ScaledWeight, has_scaled_kernel

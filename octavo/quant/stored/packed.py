@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from octavo.ops.dispatch import REFERENCE
-from octavo.ops.grouped_linear import HALF, WORDS, Number, PackedGroups, grouped_linear, takes_groups
+from octavo.ops.linear.grouped_linear import HALF, WORDS, Number, PackedGroups, grouped_linear, takes_groups
 from octavo.quant.stored.stored_weight import PackedWeight, WeightFormat
 
 

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from octavo.ops.dispatch import REFERENCE
-from octavo.ops.grouped_linear import PackedGroups
-from octavo.ops.scaled_linear import LANES, ScaledValues, scaled_linear
+from octavo.ops.linear.grouped_linear import PackedGroups
+from octavo.ops.linear.scaled_linear import LANES, ScaledValues, scaled_linear
 from octavo.quant.stored.packed import GroupedWeight, pack_groups, packs_groups
 from octavo.quant.stored.stored_weight import (
     LinearWeight,

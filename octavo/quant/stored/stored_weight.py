@@ -21,7 +21,7 @@ from torch import Tensor
 
 from octavo import ops
 from octavo.errors import CheckpointError
-from octavo.ops.linear import PLAIN, Fused
+from octavo.ops.linear.linear import PLAIN, Fused
 from octavo.plugins import GPU
 
 Order = npt.NDArray[np.int64]

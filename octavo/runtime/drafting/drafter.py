@@ -14,7 +14,7 @@ from torch import Tensor
 
 from octavo import ops
 from octavo.models.registry import CausalLM
-from octavo.ops.attention import PagedRows
+from octavo.ops.attention.attention import PagedRows
 from octavo.ops.drafting import NewestTokens
 from octavo.runtime.executors.sampling_state import SamplingState
 from octavo.runtime.executors.step_views import StepTensors

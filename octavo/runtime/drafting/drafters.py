@@ -16,9 +16,9 @@ from octavo.models.config import ModelConfig
 from octavo.models.drafters.dflash import DFlashModel
 from octavo.models.drafters.head import DraftHead
 from octavo.models.registry import CausalLM
-from octavo.ops.attention import GroupRows, LayerCache, PagedRows
+from octavo.ops.attention.attention import GroupRows, LayerCache, PagedRows
 from octavo.ops.drafting import NewestTokens
-from octavo.ops.sampling import SampleParams
+from octavo.ops.sampling.sampling import SampleParams
 from octavo.runtime.drafting.drafter import DraftInputs
 from octavo.runtime.executors.forward import recorded
 from octavo.runtime.executors.step_program import Forward

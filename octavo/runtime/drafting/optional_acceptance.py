@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from octavo import ops
-from octavo.ops.sampling import BANNED, GREEDY_BELOW, OVERFLOWN, SampleParams
-from octavo.ops.sampling_noise import row_exponentials
+from octavo.ops.sampling.noise import row_exponentials
+from octavo.ops.sampling.sampling import BANNED, GREEDY_BELOW, OVERFLOWN, SampleParams
 from octavo.speculative_config import Acceptance
 
 Verify = Callable[[Tensor, SampleParams, Tensor], Tensor]

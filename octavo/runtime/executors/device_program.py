@@ -18,7 +18,7 @@ import torch
 from octavo import ops
 from octavo.layers.stacked_lora import StackedRows
 from octavo.models.registry import CausalLM
-from octavo.ops.attention import LayerCache, PagedRows
+from octavo.ops.attention.attention import LayerCache, PagedRows
 from octavo.ops.device_backend import backend_of, is_gpu
 from octavo.runtime.drafting.drafter import Drafter, Tap
 from octavo.runtime.drafting.optional_acceptance import Verify

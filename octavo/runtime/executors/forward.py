@@ -12,7 +12,7 @@ from torch import Tensor
 from octavo import ops
 from octavo.models.registry import CausalLM
 from octavo.ops import dispatch
-from octavo.ops.attention import LayerCache, PagedRows
+from octavo.ops.attention.attention import LayerCache, PagedRows
 from octavo.ops.device_backend import Recorder, backend_of
 from octavo.runtime.executors.recorded_forward import RecordedCall, RecordedForward
 from octavo.runtime.executors.step_program import Forward, Logits

@@ -23,7 +23,7 @@ from octavo.models.model_adapters import ModelAdapters
 from octavo.models.pooling import Pooling
 from octavo.models.registry import CausalLM
 from octavo.models.weight_updates import WeightUpdates
-from octavo.ops.attention import PagedRows
+from octavo.ops.attention.attention import PagedRows
 from octavo.ops.device_backend import backend_of
 from octavo.ops.dispatch import REFERENCE
 from octavo.plugins import CPU

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from octavo.ops.attention import GroupRows, PagedRows
+from octavo.ops.attention.attention import GroupRows, PagedRows
 from octavo.ops.device_backend import Recorder, Recording
 from octavo.ops.dispatch import is_wrapped
 from octavo.runtime.drafting.drafter import Tap

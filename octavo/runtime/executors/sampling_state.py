@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from octavo import ops
-from octavo.ops.sampling import BANNED, Adjustments
+from octavo.ops.sampling.sampling import BANNED, Adjustments
 from octavo.ops.stepping import LastResults
 from octavo.runtime.executors.step_views import ExtraInputs, StepTensors
 from octavo.runtime.sharded_logits import WHOLE, ShardedVocabulary

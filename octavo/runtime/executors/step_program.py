@@ -17,7 +17,7 @@ from torch import Tensor
 from octavo import ops
 from octavo.layers.lora import AdapterRows
 from octavo.models.registry import CausalLM
-from octavo.ops.attention import ImageRows, PagedRows, Span
+from octavo.ops.attention.attention import ImageRows, PagedRows, Span
 from octavo.runtime.drafting.drafter import Drafter, Drafting
 from octavo.runtime.drafting.optional_acceptance import Verify
 from octavo.runtime.executors.embedding_pool import EmbeddingPool

@@ -13,8 +13,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from octavo.ops.attention import GroupRows, PagedRows, SingleRows
-from octavo.ops.sampling import SampleParams
+from octavo.ops.attention.attention import GroupRows, PagedRows, SingleRows
+from octavo.ops.sampling.sampling import SampleParams
 from octavo.ops.stepping import StagedRows
 from octavo.steps.graph_shapes import StepShape
 from octavo.steps.layout import layout

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from octavo.models.layer_cache import PipelineStage
-from octavo.ops.attention import PagedRows
+from octavo.ops.attention.attention import PagedRows
 from octavo.ops.device_backend import WAITS, WORKS, Check, MessageReader, RankMemory
 
 StageForward = Callable[..., Tensor]

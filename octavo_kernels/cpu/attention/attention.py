@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from octavo.ops.attention import (
+from octavo.ops.attention.attention import (
     HeadLayout,
     LayerCache,
     PagedRows,
@@ -18,12 +18,12 @@ from octavo.ops.attention import (
     rotary_angles,
     store_keys,
 )
-from octavo.ops.cache_rows import rotated_together, row_length
+from octavo.ops.attention.cached_rows import rotated_together, row_length
+from octavo.ops.attention.choose_keys import ChosenKeys
+from octavo.ops.attention.latent_attention import LatentHeads, latent_attention, store_latents
+from octavo.ops.attention.partial_attention import check_heads, merge_parts, partial_attention
 from octavo.ops.collective import ContextPart
-from octavo.ops.latent_attention import LatentHeads, latent_attention, store_latents
-from octavo.ops.linear import head_linear
-from octavo.ops.partial_attention import check_heads, merge_parts, partial_attention
-from octavo.ops.sparse_attention import ChosenKeys
+from octavo.ops.linear.linear import head_linear
 from octavo_kernels.cpu.attention.attention_passes import PART, first_seen, num_seen
 from octavo_kernels.cpu.attention.attention_rows import STEP, prepare_task
 from octavo_kernels.cpu.attention.attention_tiles import STATE, TILE, TILE_ROWS, attend_task

@@ -1,7 +1,7 @@
 """Rows of a KV cache: where they lie, how their numbers are loaded, and how those of 8 and 4 bits are made.
 
 A row holds the numbers of one head at one position, in a number format; rows of INT8 and INT4 are those of
-``octavo.ops.cache_rows``, to the bit.
+``octavo.ops.attention.cached_rows``, to the bit.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import numpy as np
 import torch
 from llvmlite import ir
 
-from octavo.ops import cache_rows
-from octavo.ops.cache_rows import GROUP
+from octavo.ops.attention import cached_rows
+from octavo.ops.attention.cached_rows import GROUP
 from octavo_kernels.cpu.compiled import Constant, emitted, inlined
 from octavo_kernels.cpu.half import emit_row, emit_widened, narrow
 from octavo_kernels.cpu.memory import float_bits, int_bits, view
@@ -42,7 +42,7 @@ from octavo_kernels.cpu.vector_ir import (
 
 INT8, INT4 = len(FORMAT_BYTES), len(FORMAT_BYTES) + 1
 """Number formats besides those of ``vector_ir``."""
-FORMATS = {**FLOATS, torch.float8_e4m3fn: E4M3, torch.int8: INT8, cache_rows.INT4: INT4, torch.uint8: INT4}
+FORMATS = {**FLOATS, torch.float8_e4m3fn: E4M3, torch.int8: INT8, cached_rows.INT4: INT4, torch.uint8: INT4}
 """By the type of a cache, or of its tensors."""
 STEP_BYTES = (*(LANES * item for item in FORMAT_BYTES), LANES, LANES // 2)
 """Of the sixteen numbers of a vector."""
@@ -170,7 +170,7 @@ def _pack_4_bits(number_format: int, x: Any, H: int, out: int) -> None:
 
 @inlined
 def rotate(number_format: int, x: Any) -> None:
-    """``cache_rows.rotated`` in place, for formats that are stored rotated."""
+    """``cached_rows.rotated`` in place, for formats that are stored rotated."""
     if number_format != INT4:
         return
     half = 1
@@ -184,7 +184,7 @@ def rotate(number_format: int, x: Any) -> None:
 
 @inlined
 def _code(x: Any, scale: Any, lowest: Any, highest: Any) -> Any:
-    """As ``cache_rows`` has it; 0 where the scale is none."""
+    """As the contract has it; 0 where the scale is none."""
     if not (scale > 0 and scale < np.inf):
         return np.float32(0)
     return np.float32(min(max(np.rint(x / scale), np.float32(lowest)), np.float32(highest)))
@@ -192,7 +192,7 @@ def _code(x: Any, scale: Any, lowest: Any, highest: Any) -> Any:
 
 @inlined
 def _cut(x: Any, grows: Any) -> Any:
-    """As ``cache_rows`` has it."""
+    """As the contract has it."""
     if not abs(x) < np.inf:
         return np.float32(np.nan)
     if x == 0:

@@ -12,9 +12,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from octavo.ops.attention import LayerCache, PagedRows
-from octavo.ops.cache_rows import row_length
-from octavo.ops.sparse_attention import ChosenKeys, choose_keys
+from octavo.ops.attention.attention import LayerCache, PagedRows
+from octavo.ops.attention.cached_rows import row_length
+from octavo.ops.attention.choose_keys import ChosenKeys, choose_keys
 from octavo_kernels.cpu.attention.attention_dots import SCORE_ROWS, score
 from octavo_kernels.cpu.attention.cached_rows import FORMATS, rotate, row_bytes, unpack
 from octavo_kernels.cpu.calls import call, task_driver

@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from octavo.ops.attention import HeadLayout, LayerCache, PagedRows
-from octavo.ops.compressed_attention import choose_entries, compressed_attention
+from octavo.ops.attention.attention import HeadLayout, LayerCache, PagedRows
+from octavo.ops.attention.compressed_attention import choose_entries, compressed_attention
 from octavo_kernels.cpu.attention.attention_dots import gather, score_one
 from octavo_kernels.cpu.calls import call, task_driver
 from octavo_kernels.cpu.compiled import inlined, rarely_used, task

@@ -19,7 +19,7 @@ import torch
 from llvmlite import ir
 from torch import Tensor
 
-from octavo.ops.attention import encoder_attention
+from octavo.ops.attention.attention import encoder_attention
 from octavo_kernels.cpu.attention.attention_dots import STATE_BYTES, WEIGH_ROWS, exponentials
 from octavo_kernels.cpu.attention.attention_turned import turn
 from octavo_kernels.cpu.calls import call, task_driver

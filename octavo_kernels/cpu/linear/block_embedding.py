@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from octavo.ops.block_linear import BLOCK, FACTOR_BYTES, PANEL, PackedBlocks, block_embedding
+from octavo.ops.linear.block_linear import BLOCK, FACTOR_BYTES, PANEL, PackedBlocks, block_embedding
 from octavo_kernels.cpu.calls import call
 from octavo_kernels.cpu.compiled import compiled_task, driver
 from octavo_kernels.cpu.half import widen

@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from octavo.ops.block_linear import PANEL, PackedBlocks, block_linear
-from octavo.ops.linear import PLAIN, Fused, check_linear, compose
+from octavo.ops.linear.block_linear import PANEL, PackedBlocks, block_linear
+from octavo.ops.linear.linear import PLAIN, Fused, check_linear, compose
 from octavo_kernels.cpu.calls import call
 from octavo_kernels.cpu.compiled import Constant, compiled_task, driver, inlined, task
 from octavo_kernels.cpu.linear.block_dot import (

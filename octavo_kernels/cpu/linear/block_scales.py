@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from llvmlite import ir
 
-from octavo.ops.block_linear import BLOCK, FACTOR_BYTES, PANEL, PackedBlocks
+from octavo.ops.linear.block_linear import BLOCK, FACTOR_BYTES, PANEL, PackedBlocks
 from octavo_kernels.cpu.linear.quantize import zero_of_bytes
 from octavo_kernels.cpu.vector_ir import (
     FLOAT16,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from octavo.ops.linear import head_linear
+from octavo.ops.linear.linear import head_linear
 from octavo_kernels.cpu.linear.linear import linear_numba
 from octavo_kernels.cpu.tensors import declines_floats
 

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from octavo.ops.linear import PLAIN, Fused, check_linear, compose, linear
+from octavo.ops.linear.linear import PLAIN, Fused, check_linear, compose, linear
 from octavo_kernels.cpu.calls import call
 from octavo_kernels.cpu.compiled import Constant, compiled_task, driver, inlined, task
 from octavo_kernels.cpu.linear.dense_dot import TILES, dense_dot

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from octavo.ops.linear import PLAIN, Fused
-from octavo.ops.scaled_linear import LANES, ScaledValues, scaled_linear
+from octavo.ops.linear.linear import PLAIN, Fused
+from octavo.ops.linear.scaled_linear import LANES, ScaledValues, scaled_linear
 from octavo_kernels.cpu.linear.linear import WeightRows, multiply_rows
 from octavo_kernels.cpu.tensors import declines_activations, whole_vectors
 from octavo_kernels.cpu.vector_ir import E4M3

@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from octavo.ops.linear import PLAIN, Fused, check_linear, compose
-from octavo.ops.sliced_linear import LARGEST, STEP, TINY, UNIT, SlicedValues, sliced_linear
+from octavo.ops.linear.linear import PLAIN, Fused, check_linear, compose
+from octavo.ops.linear.sliced_linear import LARGEST, STEP, TINY, UNIT, SlicedValues, sliced_linear
 from octavo_kernels.cpu.calls import call
 from octavo_kernels.cpu.compiled import driver, inlined, task
 from octavo_kernels.cpu.linear.epilogue import EPILOGUE, GATES, finish

@@ -20,7 +20,7 @@ from typing import Any
 from llvmlite import ir
 from numba import types
 
-from octavo.ops.sliced_linear import QUAD, SLICES, STEP, UNIT
+from octavo.ops.linear.sliced_linear import QUAD, SLICES, STEP, UNIT
 from octavo_kernels.cpu.compiled import Constant, emitted
 from octavo_kernels.cpu.host import missing
 from octavo_kernels.cpu.vector_ir import (

@@ -10,9 +10,9 @@ import torch
 from llvmlite import ir
 from torch import Tensor
 
-from octavo.ops.causal_conv import causal_conv
-from octavo.ops.gated_conv import gated_conv
-from octavo.ops.recurrence import StateRows
+from octavo.ops.recurrent.causal_conv import causal_conv
+from octavo.ops.recurrent.gated_conv import gated_conv
+from octavo.ops.recurrent.recurrence import StateRows
 from octavo_kernels.cpu.calls import call
 from octavo_kernels.cpu.compiled import compiled_task, driver, emitted, inlined
 from octavo_kernels.cpu.linear.epilogue import NO_GATE, SILU, gated

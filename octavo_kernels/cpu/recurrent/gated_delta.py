@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from octavo.ops.gated_delta import L2_EPS, DeltaHeads, gated_delta
-from octavo.ops.recurrence import StateRows
+from octavo.ops.recurrent.gated_delta import L2_EPS, DeltaHeads, gated_delta
+from octavo.ops.recurrent.recurrence import StateRows
 from octavo_kernels.cpu.calls import call
 from octavo_kernels.cpu.compiled import driver, inlined, task
 from octavo_kernels.cpu.memory import fields, keep, read, view

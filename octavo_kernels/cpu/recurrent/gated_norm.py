@@ -9,7 +9,7 @@ import torch
 from llvmlite import ir
 from torch import Tensor
 
-from octavo.ops.gated_norm import Gate, gated_norm
+from octavo.ops.recurrent.gated_norm import Gate, gated_norm
 from octavo_kernels.cpu.calls import call, task_driver
 from octavo_kernels.cpu.compiled import emitted, inlined, task
 from octavo_kernels.cpu.memory import fields, keep, read, view

@@ -9,8 +9,8 @@ import torch
 from llvmlite import ir
 from torch import Tensor
 
-from octavo.ops.linear_attention import linear_attention
-from octavo.ops.recurrence import StateRows
+from octavo.ops.recurrent.linear_attention import linear_attention
+from octavo.ops.recurrent.recurrence import StateRows
 from octavo_kernels.cpu.calls import call
 from octavo_kernels.cpu.compiled import driver, emitted, task
 from octavo_kernels.cpu.linear.epilogue import NO_GATE, SILU, gated

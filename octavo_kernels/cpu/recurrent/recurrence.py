@@ -16,7 +16,7 @@ import torch
 from llvmlite import ir
 from torch import Tensor
 
-from octavo.ops.recurrence import StateRows
+from octavo.ops.recurrent.recurrence import StateRows
 from octavo_kernels.cpu.compiled import Constant, compiled_task, emitted, inlined
 from octavo_kernels.cpu.half import narrow, rounded, widen
 from octavo_kernels.cpu.memory import fields, keep, read, view

@@ -11,8 +11,8 @@ import torch
 from llvmlite import ir
 from torch import Tensor
 
-from octavo.ops.recurrence import StateRows
-from octavo.ops.selective_scan import ScanChannels, selective_scan
+from octavo.ops.recurrent.recurrence import StateRows
+from octavo.ops.recurrent.selective_scan import ScanChannels, selective_scan
 from octavo_kernels.cpu.calls import call
 from octavo_kernels.cpu.compiled import Constant, compiled_task, driver, emitted
 from octavo_kernels.cpu.half import rounded

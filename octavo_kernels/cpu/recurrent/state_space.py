@@ -6,8 +6,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from octavo.ops.recurrence import StateRows
-from octavo.ops.state_space import StateSpaceHeads, state_space
+from octavo.ops.recurrent.recurrence import StateRows
+from octavo.ops.recurrent.state_space import StateSpaceHeads, state_space
 from octavo_kernels.cpu.calls import call
 from octavo_kernels.cpu.compiled import driver, task
 from octavo_kernels.cpu.memory import fields, keep, read, view

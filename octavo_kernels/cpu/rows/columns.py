@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from octavo.ops.activation import add_scaled, scaled, sigmoid_and_mul
-from octavo.ops.linear import concat, put_columns
+from octavo.ops.linear.linear import concat, put_columns
 from octavo_kernels.cpu.calls import call, task_driver
 from octavo_kernels.cpu.compiled import driver, rarely_used, task
 from octavo_kernels.cpu.memory import fields, read, view

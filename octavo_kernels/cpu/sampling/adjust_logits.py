@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from octavo.ops.sampling import BANNED, OVERFLOWN, Adjustments, adjust_logits
+from octavo.ops.sampling.sampling import BANNED, OVERFLOWN, Adjustments, adjust_logits
 from octavo_kernels.cpu.calls import call, task_driver
 from octavo_kernels.cpu.compiled import compiled, rarely_used, task
 from octavo_kernels.cpu.host import FLOAT_FEATURES, missing

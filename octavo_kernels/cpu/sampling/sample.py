@@ -9,7 +9,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from octavo.ops.sampling import (
+from octavo.ops.sampling.noise import hashes_of, token_hashes
+from octavo.ops.sampling.sampling import (
     BANNED,
     GREEDY_BELOW,
     NOT_FINITE,
@@ -21,7 +22,6 @@ from octavo.ops.sampling import (
     sample,
     token_logprobs,
 )
-from octavo.ops.sampling_noise import hashes_of, token_hashes
 from octavo_kernels.cpu.calls import call, task_driver
 from octavo_kernels.cpu.compiled import driver, task
 from octavo_kernels.cpu.host import FLOAT_FEATURES, missing

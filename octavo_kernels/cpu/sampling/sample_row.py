@@ -20,8 +20,8 @@ from typing import Any
 
 import numpy as np
 
-from octavo.ops.sampling import BANNED, NOTHING_LEFT, OUT_OF_RANGE
-from octavo.ops.sampling_noise import LARGEST_BELOW_ONE
+from octavo.ops.sampling.noise import LARGEST_BELOW_ONE
+from octavo.ops.sampling.sampling import BANNED, NOTHING_LEFT, OUT_OF_RANGE
 from octavo_kernels.cpu.compiled import compiled, inlined
 from octavo_kernels.cpu.memory import float_bits, int_bits, keep
 from octavo_kernels.cpu.sampling.sort_keys import ALL_BUT_SIGN, of_sort_key, sort_key

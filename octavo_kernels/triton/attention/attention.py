@@ -12,9 +12,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from octavo.ops.attention import HeadLayout, LayerCache, PagedRows, attention
+from octavo.ops.attention.attention import HeadLayout, LayerCache, PagedRows, attention
+from octavo.ops.attention.partial_attention import check_heads, merge_parts, partial_attention
 from octavo.ops.collective import WHOLE_CONTEXT, ContextPart
-from octavo.ops.partial_attention import check_heads, merge_parts, partial_attention
 from octavo_kernels.triton.attention.cached_rows import is_packed, pack_store
 from octavo_kernels.triton.attention.decode_attention import Prologue, attend_single_rows, run_decode_attention
 from octavo_kernels.triton.attention.prefill_attention import prefill_attention

@@ -1,4 +1,4 @@
-"""Rows of INT8 and INT4 (``octavo.ops.cache_rows``, to the bit) in a kernel: made of keys and values, and loaded.
+"""Rows of INT8 and INT4 (the contract's, to the bit) in a kernel: made of keys and values, and loaded.
 
 Products with keys of 8 bits are multiplied by the keys' scales, and weights of values by those of values. Rows of 4
 bits become numbers in registers; they are rotated, and so are the queries that they meet, and results are turned back.
@@ -14,8 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from octavo.ops.attention import HeadLayout, LayerCache
-from octavo.ops.cache_rows import GROUP, STORED, VECTOR, rotated_together
+from octavo.ops.attention.attention import HeadLayout, LayerCache
+from octavo.ops.attention.cached_rows import GROUP, STORED, VECTOR, rotated_together
 from octavo_kernels.triton.attention.decode_qkv import load_angles, load_heads, load_norm, turned
 from octavo_kernels.triton.grouped.grouped_numbers import entry_of_uint4, int8_of_two, pairs_of_e4m3
 from octavo_kernels.triton.launch import after_predecessor, has_assembly, launch
@@ -172,14 +172,14 @@ def _codes(x: tl.tensor, scale: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def _cut(x: tl.tensor, grows: tl.tensor) -> tl.tensor:
-    """As ``cache_rows`` has it."""
+    """As the contract has it."""
     bits = ((x + 0.0).to(tl.int32, bitcast=True) + tl.where(grows, 0xFFFF, 0)) & -0x10000
     return tl.where(tl.abs(x) < float("inf"), bits.to(tl.float32, bitcast=True), float("nan"))
 
 
 @triton.jit
 def rotated(x: tl.tensor, RUN: tl.constexpr) -> tl.tensor:
-    """``cache_rows.rotated`` of rows [rows, D], in runs of RUN numbers: as there, a power of two after the other.
+    """``rotated`` of rows [rows, D], in runs of RUN numbers: as there, a power of two after the other.
 
     Each round takes the lowest bit of a number's place and puts it on top.
     """

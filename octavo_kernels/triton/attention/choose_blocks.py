@@ -14,10 +14,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from octavo.ops.attention import MAX_SCRATCH, LayerCache, PagedRows
-from octavo.ops.block_choice import RowPlaces, choose_blocks
-from octavo.ops.cache_rows import unpack_rows
-from octavo.ops.sparse_attention import MOST_SCORES
+from octavo.ops.attention.attention import MAX_SCRATCH, LayerCache, PagedRows
+from octavo.ops.attention.cached_rows import unpack_rows
+from octavo.ops.attention.choose_blocks import RowPlaces, choose_blocks
+from octavo.ops.attention.choose_keys import MOST_SCORES
 from octavo_kernels.triton.attention.cached_rows import is_packed
 from octavo_kernels.triton.launch import after_predecessor, declines_floats, empty_indices, launch
 

@@ -11,10 +11,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from octavo.ops.attention import LayerCache, PagedRows
-from octavo.ops.block_choice import RowPlaces
-from octavo.ops.head_blocks import HeadBlocks, best_blocks, choose_head_blocks
-from octavo.ops.sparse_attention import MOST_SCORES
+from octavo.ops.attention.attention import LayerCache, PagedRows
+from octavo.ops.attention.choose_blocks import RowPlaces
+from octavo.ops.attention.choose_head_blocks import HeadBlocks, best_blocks, choose_head_blocks
+from octavo.ops.attention.choose_keys import MOST_SCORES
 from octavo_kernels.triton.attention.cached_rows import least_width, load_rows, rotated, run_of
 from octavo_kernels.triton.launch import after_predecessor, declines_floats, launch
 

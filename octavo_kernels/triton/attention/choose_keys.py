@@ -13,8 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from octavo.ops.attention import LayerCache, PagedRows
-from octavo.ops.sparse_attention import MOST_ROWS, MOST_SCORES, ChosenKeys, choose_keys
+from octavo.ops.attention.attention import LayerCache, PagedRows
+from octavo.ops.attention.choose_keys import MOST_ROWS, MOST_SCORES, ChosenKeys, choose_keys
 from octavo_kernels.triton.attention.prefill_attention import key_blocks
 from octavo_kernels.triton.launch import after_predecessor, declines_floats, empty_indices, launch
 from octavo_kernels.triton.sampling.truncation import ordered

@@ -14,9 +14,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from octavo.ops.attention import HeadLayout, LayerCache, PagedRows, store_kv
-from octavo.ops.compressed_attention import Compression, choose_entries, compress, compressed_attention, turn_tails
-from octavo.ops.sparse_attention import MOST_ROWS, MOST_SCORES
+from octavo.ops.attention.attention import HeadLayout, LayerCache, PagedRows, store_kv
+from octavo.ops.attention.choose_keys import MOST_ROWS, MOST_SCORES
+from octavo.ops.attention.compressed_attention import (
+    Compression,
+    choose_entries,
+    compress,
+    compressed_attention,
+    turn_tails,
+)
 from octavo_kernels.triton.attention.choose_keys import seen_by_row
 from octavo_kernels.triton.launch import after_predecessor, declines_floats, empty_indices, launch
 from octavo_kernels.triton.sampling.truncation import ordered

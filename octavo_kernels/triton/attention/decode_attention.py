@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from octavo.ops.attention import HeadLayout, LayerCache, PagedRows
+from octavo.ops.attention.attention import HeadLayout, LayerCache, PagedRows
 from octavo.ops.collective import WHOLE_CONTEXT, ContextPart
 from octavo_kernels.triton.attention.cached_rows import (
     as_words,

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from octavo.ops.attention import encoder_attention
+from octavo.ops.attention.attention import encoder_attention
 from octavo_kernels.triton.attention.prefill_attention import PrefillTile, config_for
 from octavo_kernels.triton.launch import after_predecessor, declines_floats, launch, shared_bytes
 from octavo_kernels.triton.split_sums import LOG2_E, NO_SCORE

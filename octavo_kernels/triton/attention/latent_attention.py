@@ -18,12 +18,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from octavo.ops.attention import LayerCache, PagedRows
+from octavo.ops.attention.attention import LayerCache, PagedRows
+from octavo.ops.attention.choose_keys import ChosenKeys
+from octavo.ops.attention.latent_attention import LatentHeads, latent_attention
+from octavo.ops.attention.partial_attention import partial_latent_attention
 from octavo.ops.collective import WHOLE_CONTEXT, ContextPart
-from octavo.ops.latent_attention import LatentHeads, latent_attention
-from octavo.ops.linear import head_linear
-from octavo.ops.partial_attention import partial_latent_attention
-from octavo.ops.sparse_attention import ChosenKeys
+from octavo.ops.linear.linear import head_linear
 from octavo_kernels.triton.attention.latent_inputs import latent_inputs
 from octavo_kernels.triton.attention.latent_outputs import (
     FEW_SUMS,

@@ -15,9 +15,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from octavo.ops.attention import LayerCache, PagedRows
-from octavo.ops.latent_attention import LatentHeads, store_latents
-from octavo_kernels.triton.attention.head_linear import (
+from octavo.ops.attention.attention import LayerCache, PagedRows
+from octavo.ops.attention.latent_attention import LatentHeads, store_latents
+from octavo_kernels.triton.attention.rotate_store import rotate_heads
+from octavo_kernels.triton.launch import after_predecessor, declines_floats, launch
+from octavo_kernels.triton.linear.head_linear import (
     Tile,
     cublas_head_linear,
     head_tile,
@@ -25,8 +27,6 @@ from octavo_kernels.triton.attention.head_linear import (
     takes_tiles,
     tile_of,
 )
-from octavo_kernels.triton.attention.rotate_store import rotate_heads
-from octavo_kernels.triton.launch import after_predecessor, declines_floats, launch
 
 ROWS = 8
 """Rows of a program where cuBLAS maps the queries."""

@@ -16,10 +16,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from octavo.ops.attention import PagedRows
+from octavo.ops.attention.attention import PagedRows
 from octavo.ops.collective import ContextPart
-from octavo_kernels.triton.attention.head_linear import LEAST_ROWS, prefetch_outputs
 from octavo_kernels.triton.launch import after_predecessor, launch
+from octavo_kernels.triton.linear.head_linear import LEAST_ROWS, prefetch_outputs
 from octavo_kernels.triton.split_sums import NO_SCORE, add_parts, part_count, store_heads
 
 MOST_SUMS, FEW_SUMS = 128, 16

@@ -22,9 +22,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from octavo.ops.attention import LayerCache, PagedRows
-from octavo.ops.latent_attention import EXPANDED_WIDTHS, LatentHeads, expanded_positions
-from octavo.ops.sparse_attention import longest_context
+from octavo.ops.attention.attention import LayerCache, PagedRows
+from octavo.ops.attention.choose_keys import longest_context
+from octavo.ops.attention.latent_attention import EXPANDED_WIDTHS, LatentHeads, expanded_positions
 from octavo_kernels.triton.launch import after_predecessor, has_gluon, is_invariant, launch, num_multiprocessors
 
 LEAST_ROWS = tl.constexpr(128)

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from octavo.ops.attention import KVScales
+from octavo.ops.attention.attention import KVScales
 from octavo.ops.collective import WHOLE_CONTEXT, ContextPart
 from octavo_kernels.triton.attention.cached_rows import least_width, load_rows, row_assembly, run_of, turned_back
 from octavo_kernels.triton.attention.decode_attention import extent_of, sinks_stride

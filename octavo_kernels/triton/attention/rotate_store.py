@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from octavo.ops.attention import (
+from octavo.ops.attention.attention import (
     HeadLayout,
     KVScales,
     LayerCache,

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from octavo.ops.grouped_linear import PackedGroups, chunk_of
+from octavo.ops.linear.grouped_linear import PackedGroups, chunk_of
 from octavo.ops.moe import Experts, GroupedExperts, grouped_moe, has_gates, moe
 from octavo_kernels.hopper.pipelined_moe import MOST_PAIRS, expert_configs, pipelined_moe
 from octavo_kernels.triton.activation import activation_of

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from octavo.ops.linear import PLAIN
+from octavo.ops.linear.linear import PLAIN
 from octavo.ops.moe import SMALLEST_SUM, Routing, keep_routes, local_expert_ids, route
 from octavo_kernels.triton.launch import (
     after_predecessor,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import triton
 
-from octavo.ops.grouped_linear import LARGEST_COPY, WORDS, PackedGroups, chunk_of
+from octavo.ops.linear.grouped_linear import LARGEST_COPY, WORDS, PackedGroups, chunk_of
 from octavo_kernels.hopper import pipelined_configs, streamed_configs
 from octavo_kernels.hopper.pipelined_configs import PipelinedConfig
 from octavo_kernels.hopper.streamed_configs import StreamedConfig

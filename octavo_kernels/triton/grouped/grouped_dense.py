@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from octavo.ops.grouped_linear import TILE, WORDS, PackedGroups, chunk_of
+from octavo.ops.linear.grouped_linear import TILE, WORDS, PackedGroups, chunk_of
 from octavo_kernels.triton.grouped.grouped_numbers import assembly, numbers
 from octavo_kernels.triton.launch import after_predecessor, launch
 

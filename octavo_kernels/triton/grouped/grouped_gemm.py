@@ -16,8 +16,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from octavo.ops.grouped_linear import HALF, TILE, WORDS, PackedGroups, chunk_of
-from octavo.ops.linear import Fused
+from octavo.ops.linear.grouped_linear import HALF, TILE, WORDS, PackedGroups, chunk_of
+from octavo.ops.linear.linear import Fused
 from octavo_kernels.triton.grouped.grouped_numbers import entries, entry_assembly, word_rows
 from octavo_kernels.triton.launch import counters, launch, start_successor, wait_for_predecessor
 from octavo_kernels.triton.linear.skinny_gemm import GROUP as TILES_BESIDE

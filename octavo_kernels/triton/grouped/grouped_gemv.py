@@ -19,8 +19,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from octavo.ops.grouped_linear import TILE, WORDS, PackedGroups, chunk_of
-from octavo.ops.linear import Fused
+from octavo.ops.linear.grouped_linear import TILE, WORDS, PackedGroups, chunk_of
+from octavo.ops.linear.linear import Fused
 from octavo_kernels.triton.grouped.grouped_numbers import assembly, less, numbers, offset_of, word_rows
 from octavo_kernels.triton.launch import launch, no_pdl, prefetch_lines, start_successor, wait_for_predecessor
 from octavo_kernels.triton.linear.tile_epilogue import finish, residual_tile

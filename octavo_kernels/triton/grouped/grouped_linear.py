@@ -8,8 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from octavo.ops.grouped_linear import PackedGroups, grouped_linear
-from octavo.ops.linear import PLAIN, Fused
+from octavo.ops.linear.grouped_linear import PackedGroups, grouped_linear
+from octavo.ops.linear.linear import PLAIN, Fused
 from octavo_kernels.hopper.pipelined_configs import PipelinedConfig
 from octavo_kernels.hopper.streamed_configs import StreamedConfig
 from octavo_kernels.triton.grouped.grouped_configs import GroupedConfig, config_for, invariant_config

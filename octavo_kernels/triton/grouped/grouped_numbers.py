@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from octavo.ops.grouped_linear import BITS, TILE, WORDS, Number, PackedGroups
+from octavo.ops.linear.grouped_linear import BITS, TILE, WORDS, Number, PackedGroups
 from octavo_kernels.triton.launch import has_assembly
 
 _TILE, _WORDS = tl.constexpr(TILE), tl.constexpr(WORDS)

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from octavo.ops.grouped_linear import PackedGroups, grouped_output_mlp
-from octavo.ops.linear import Activation
+from octavo.ops.linear.grouped_linear import PackedGroups, grouped_output_mlp
+from octavo.ops.linear.linear import Activation
 from octavo_kernels.hopper.streamed_configs import OutputMLPConfig, output_mlp_config
 from octavo_kernels.triton.grouped.grouped_linear import declines_grouped
 from octavo_kernels.triton.grouped.grouped_product import GroupedProduct

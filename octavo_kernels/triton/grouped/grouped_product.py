@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from octavo.ops.grouped_linear import Number, PackedGroups, chunk_of
+from octavo.ops.linear.grouped_linear import Number, PackedGroups, chunk_of
 
 
 class GroupedProduct(NamedTuple):

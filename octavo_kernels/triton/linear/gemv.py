@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from octavo.ops.linear import Fused
+from octavo.ops.linear.linear import Fused
 from octavo_kernels.triton.activation import gated, squared_relu
 from octavo_kernels.triton.launch import (
     launch,

@@ -17,7 +17,7 @@ import torch
 import triton
 from torch import Tensor
 
-from octavo.ops.linear import Fused
+from octavo.ops.linear.linear import Fused
 from octavo_kernels.triton.linear.skinny_gemm import SkinnyConfig, skinny_gemm
 
 FEW_ROWS = (16, 32, 64)

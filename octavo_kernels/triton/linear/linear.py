@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from octavo.ops.linear import PLAIN, Fused, linear
+from octavo.ops.linear.linear import PLAIN, Fused, linear
 from octavo_kernels.triton.activation import gate_and_mul
 from octavo_kernels.triton.launch import declines_floats, is_compiling, is_invariant
 from octavo_kernels.triton.linear.gemv import GemvConfig, gemv

@@ -17,8 +17,8 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn.functional import ScalingType, scaled_mm
 
-from octavo.ops.linear import PLAIN, Fused
-from octavo.ops.scaled_linear import ScaledValues, scaled_linear
+from octavo.ops.linear.linear import PLAIN, Fused
+from octavo.ops.linear.scaled_linear import ScaledValues, scaled_linear
 from octavo_kernels.triton.activation import gated
 from octavo_kernels.triton.launch import after_predecessor, is_compiling, is_invariant, launch
 from octavo_kernels.triton.linear.gemv import GemvConfig, gemv

@@ -21,7 +21,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from octavo.ops.linear import Fused
+from octavo.ops.linear.linear import Fused
 from octavo_kernels.triton.launch import (
     counters,
     launch,

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from octavo.ops.linear import LowRankStack, stacked_lora
+from octavo.ops.linear.linear import LowRankStack, stacked_lora
 from octavo_kernels.triton.launch import after_predecessor, declines_floats, is_invariant, launch
 
 FEW_ROWS = 128

@@ -15,9 +15,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from octavo.ops.causal_conv import causal_conv
-from octavo.ops.gated_conv import gated_conv
-from octavo.ops.recurrence import StateRows
+from octavo.ops.recurrent.causal_conv import causal_conv
+from octavo.ops.recurrent.gated_conv import gated_conv
+from octavo.ops.recurrent.recurrence import StateRows
 from octavo_kernels.triton.launch import after_predecessor, declines_floats, launch
 
 ROWS, CHANNELS = 8, 256

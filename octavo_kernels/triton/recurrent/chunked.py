@@ -25,7 +25,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from octavo.ops.recurrence import StateRows
+from octavo.ops.recurrent.recurrence import StateRows
 from octavo_kernels.triton.launch import after_predecessor, launch, shared_bytes
 from octavo_kernels.triton.recurrent.rules import (
     DELTA,

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from octavo.ops.gated_norm import Gate, gated_norm
+from octavo.ops.recurrent.gated_norm import Gate, gated_norm
 from octavo_kernels.triton.launch import after_predecessor, declines_floats, launch
 
 

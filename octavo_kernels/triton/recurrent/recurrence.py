@@ -18,10 +18,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from octavo.ops.gated_delta import DeltaHeads, gated_delta
-from octavo.ops.linear_attention import linear_attention
-from octavo.ops.recurrence import StateRows
-from octavo.ops.state_space import StateSpaceHeads, state_space
+from octavo.ops.recurrent.gated_delta import DeltaHeads, gated_delta
+from octavo.ops.recurrent.linear_attention import linear_attention
+from octavo.ops.recurrent.recurrence import StateRows
+from octavo.ops.recurrent.state_space import StateSpaceHeads, state_space
 from octavo_kernels.triton.launch import after_predecessor, declines_floats, is_invariant, launch
 from octavo_kernels.triton.recurrent.chunked import can_chunk, recur_chunks
 from octavo_kernels.triton.recurrent.rules import (

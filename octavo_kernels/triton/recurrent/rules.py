@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from octavo.ops.gated_delta import L2_EPS
+from octavo.ops.recurrent.gated_delta import L2_EPS
 from octavo_kernels.triton.recurrent.gated_norm import gate_factor
 
 DELTA, DELTA_BY_CHANNEL, STATE_SPACE, LINEAR = range(4)

@@ -8,8 +8,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from octavo.ops.recurrence import StateRows
-from octavo.ops.selective_scan import ScanChannels, selective_scan
+from octavo.ops.recurrent.recurrence import StateRows
+from octavo.ops.recurrent.selective_scan import ScanChannels, selective_scan
 from octavo_kernels.triton.launch import after_predecessor, declines_floats, launch
 from octavo_kernels.triton.recurrent.rules import load_row, softplus
 

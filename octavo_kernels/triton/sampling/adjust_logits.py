@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from octavo.ops.sampling import BANNED, OVERFLOWN, Adjustments, adjust_logits
+from octavo.ops.sampling.sampling import BANNED, OVERFLOWN, Adjustments, adjust_logits
 from octavo_kernels.triton.launch import after_predecessor, declines_floats, launch
 
 CHUNK = 2048

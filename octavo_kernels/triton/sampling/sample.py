@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from octavo.ops.sampling import (
+from octavo.ops.sampling.sampling import (
     BANNED,
     GREEDY_BELOW,
     NOT_FINITE,

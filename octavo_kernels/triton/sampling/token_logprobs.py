@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from octavo.ops.sampling import Logprobs, token_logprobs
+from octavo.ops.sampling.sampling import Logprobs, token_logprobs
 from octavo_kernels.triton.launch import after_predecessor, declines_floats, launch
 from octavo_kernels.triton.sampling.truncation import LOWEST, ordered
 from octavo_kernels.triton.split_sums import LOG2_E

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import triton
 
-from octavo.ops.grouped_linear import BITS, WORDS, chunk_of
+from octavo.ops.linear.grouped_linear import BITS, WORDS, chunk_of
 from octavo_kernels.triton.grouped.grouped_gemm import GroupedGemmConfig
 from octavo_kernels.triton.grouped.grouped_gemv import MAX_ROWS, GroupedGemvConfig
 from octavo_kernels.triton.grouped.grouped_product import GroupedProduct

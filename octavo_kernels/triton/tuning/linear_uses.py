@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from octavo.ops.linear import Fused
+from octavo.ops.linear.linear import Fused
 from octavo_kernels.triton.linear.linear import run_linear
 from octavo_kernels.triton.linear.linear_configs import ROW_BUCKETS, TABLE, LinearConfig, config_for, key_of
 from octavo_kernels.triton.linear.skinny_gemm import SkinnyConfig

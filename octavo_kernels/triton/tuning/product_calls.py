@@ -10,8 +10,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from octavo.ops.grouped_linear import PackedGroups
-from octavo.ops.linear import Activation, Fused
+from octavo.ops.linear.grouped_linear import PackedGroups
+from octavo.ops.linear.linear import Activation, Fused
 from octavo_kernels.triton.launch import launching_nothing
 
 

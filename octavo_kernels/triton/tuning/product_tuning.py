@@ -19,8 +19,8 @@ import triton
 from torch import Tensor
 
 from octavo.errors import CANCELLATIONS
-from octavo.ops.grouped_linear import LARGEST_COPY, Number, PackedGroups
-from octavo.ops.linear import Fused
+from octavo.ops.linear.grouped_linear import LARGEST_COPY, Number, PackedGroups
+from octavo.ops.linear.linear import Fused
 from octavo.system.cpus import num_cpus
 from octavo.system.kernel_compiler import compilers
 from octavo_kernels.hopper.pipelined_configs import pipelined_configs

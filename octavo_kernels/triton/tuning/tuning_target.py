@@ -10,7 +10,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from octavo.ops.linear import Activation
+from octavo.ops.linear.linear import Activation
 from octavo_kernels.triton.config_tables import ConfigTable
 
 EPS = 1e-6

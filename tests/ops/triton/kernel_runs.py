@@ -22,23 +22,23 @@ import torch
 from torch import Tensor
 
 from octavo import ops
-from octavo.ops.attention import GroupRows, HeadLayout, KVScales, LayerCache, PagedRows, RopeSet
-from octavo.ops.block_choice import attend_to_blocks
-from octavo.ops.cache_rows import STORED, row_length
+from octavo.ops.attention.attention import GroupRows, HeadLayout, KVScales, LayerCache, PagedRows, RopeSet
+from octavo.ops.attention.cached_rows import STORED, row_length
+from octavo.ops.attention.choose_blocks import attend_to_blocks
+from octavo.ops.attention.choose_head_blocks import HeadBlocks
+from octavo.ops.attention.compressed_attention import Compression
+from octavo.ops.attention.latent_attention import EXPANDED_WIDTHS, LatentHeads
 from octavo.ops.collective import Collective, ContextPart
-from octavo.ops.compressed_attention import Compression
-from octavo.ops.gated_delta import DeltaHeads
-from octavo.ops.grouped_linear import Number, PackedGroups
-from octavo.ops.head_blocks import HeadBlocks
 from octavo.ops.hyper_connections import StreamMaps
-from octavo.ops.latent_attention import EXPANDED_WIDTHS, LatentHeads
-from octavo.ops.linear import Fused, LowRankStack
+from octavo.ops.linear.grouped_linear import Number, PackedGroups
+from octavo.ops.linear.linear import Fused, LowRankStack
+from octavo.ops.linear.scaled_linear import ScaledValues
 from octavo.ops.moe import ClampedSwish, Experts, GroupedExperts, Routing, SoftcappedSwish
-from octavo.ops.recurrence import StateRows
-from octavo.ops.sampling import Adjustments, SampleParams
-from octavo.ops.scaled_linear import ScaledValues
-from octavo.ops.selective_scan import ScanChannels
-from octavo.ops.state_space import StateSpaceHeads
+from octavo.ops.recurrent.gated_delta import DeltaHeads
+from octavo.ops.recurrent.recurrence import StateRows
+from octavo.ops.recurrent.selective_scan import ScanChannels
+from octavo.ops.recurrent.state_space import StateSpaceHeads
+from octavo.ops.sampling.sampling import Adjustments, SampleParams
 from octavo.ops.stepping import LastResults, StagedRows
 from octavo_kernels.triton.attention.latent_prompts import Expanded, expand
 from octavo_kernels.triton.experts.gather_rows import gather_rows

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from octavo.ops.sampling import Adjustments, adjust_logits
+from octavo.ops.sampling.sampling import Adjustments, adjust_logits
 from octavo_kernels.triton.sampling import adjust_logits as kernels
 from octavo_kernels.triton.sampling.adjust_logits import adjust_logits_triton
 from tests.ops.adjusting_cases import make_rows, packed

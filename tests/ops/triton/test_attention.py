@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from octavo.ops.attention import (
+from octavo.ops.attention.attention import (
     GroupRows,
     HeadLayout,
     KVScales,
@@ -20,7 +20,7 @@ from octavo.ops.attention import (
     attention,
     paged_attention,
 )
-from octavo.ops.cache_rows import STORED, row_length, unpack_rows
+from octavo.ops.attention.cached_rows import STORED, row_length, unpack_rows
 from octavo.ops.norms import rms_norm
 from octavo_kernels.triton.attention.attention import attention_triton
 from octavo_kernels.triton.launch import invariant

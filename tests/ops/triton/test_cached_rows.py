@@ -1,12 +1,12 @@
-"""Rows of 8 and 4 bits in Triton: the bits of ``octavo.ops.cache_rows``, and attention over them against float64."""
+"""Rows of 8 and 4 bits in Triton: the bits of the contract, and attention over them against float64."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from octavo.ops.attention import HeadLayout, LayerCache, store_keys
-from octavo.ops.cache_rows import STORED, pack_rows, row_length, unpack_rows
+from octavo.ops.attention.attention import HeadLayout, LayerCache, store_keys
+from octavo.ops.attention.cached_rows import STORED, pack_rows, row_length, unpack_rows
 from octavo_kernels.triton.attention.cached_rows import pack_store
 from octavo_kernels.triton.attention.rotate_store import store_keys_triton, store_kv_triton
 from tests.triton_interpreter import quick_first

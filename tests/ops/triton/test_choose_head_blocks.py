@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from octavo import ops
-from octavo.ops.cache_rows import INT4
+from octavo.ops.attention.cached_rows import INT4
 from octavo_kernels.triton.attention import choose_head_blocks
 from octavo_kernels.triton.attention.choose_head_blocks import choose_head_blocks_triton
 from tests.ops import test_sparse_attention
-from tests.ops.test_head_blocks import RULES, expected, listed, make
+from tests.ops.test_choose_head_blocks import RULES, expected, listed, make
 from tests.ops.test_sparse_attention import SHAPES
 from tests.ops.triton.poison import poison_new_tensors
 from tests.tiers import one_in

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from octavo.ops.attention import GroupRows
-from octavo.ops.latent_attention import latent_attention
-from octavo.ops.sparse_attention import ChosenKeys, choose_keys
+from octavo.ops.attention.attention import GroupRows
+from octavo.ops.attention.choose_keys import ChosenKeys, choose_keys
+from octavo.ops.attention.latent_attention import latent_attention
 from octavo_kernels.triton.attention import choose_keys as module
 from octavo_kernels.triton.attention import latent_attention as latent
 from octavo_kernels.triton.attention.choose_keys import choose_keys_triton

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from octavo.ops.compressed_attention import turn_tails
+from octavo.ops.attention.compressed_attention import turn_tails
 from octavo.ops.hyper_connections import StreamMaps, attend_streams, enter_streams, leave_streams
 from octavo_kernels.triton.attention.compressed_attention import (
     choose_entries_triton,

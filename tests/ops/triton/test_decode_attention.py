@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from octavo import ops
-from octavo.ops.attention import GroupRows, HeadLayout, LayerCache, PagedRows, SingleRows
+from octavo.ops.attention.attention import GroupRows, HeadLayout, LayerCache, PagedRows, SingleRows
 from octavo_kernels.triton.attention.decode_attention import Prologue, attend_single_rows, run_decode_attention
 from octavo_kernels.triton.configs.decode_attention import DecodeConfig, config_for
 from tests.ops.triton.paged_cases import with_bias

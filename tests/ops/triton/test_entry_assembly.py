@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from octavo.ops.grouped_linear import BITS, WORDS, PackedGroups
+from octavo.ops.linear.grouped_linear import BITS, WORDS, PackedGroups
 from octavo_kernels.triton.grouped import grouped_numbers
 from octavo_kernels.triton.grouped.grouped_numbers import (
     assembly,

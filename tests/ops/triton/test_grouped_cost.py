@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from octavo.ops.grouped_linear import Number
+from octavo.ops.linear.grouped_linear import Number
 from octavo_kernels.triton.grouped.grouped_configs import ROW_BUCKETS
 from octavo_kernels.triton.grouped.grouped_gemm import GroupedGemmConfig
 from octavo_kernels.triton.grouped.grouped_gemv import GroupedGemvConfig

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from octavo.ops.grouped_linear import PackedGroups, grouped_linear
-from octavo.ops.linear import PLAIN, Fused
+from octavo.ops.linear.grouped_linear import PackedGroups, grouped_linear
+from octavo.ops.linear.linear import PLAIN, Fused
 from octavo_kernels.triton import launch
 from octavo_kernels.triton.config_tables import FOLDER, ConfigTable
 from octavo_kernels.triton.grouped import grouped_configs, grouped_gemv

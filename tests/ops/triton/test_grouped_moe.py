@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from octavo.ops.grouped_linear import PackedGroups
+from octavo.ops.linear.grouped_linear import PackedGroups
 from octavo.ops.moe import ClampedSwish, GroupedExperts, SquaredReLU, grouped_moe, has_gates, join_experts
 from octavo_kernels.triton.experts.grouped_moe import grouped_moe_triton
 from tests.ops.triton.poison import poison_new_tensors

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from octavo_kernels.triton.attention import head_linear as module
-from octavo_kernels.triton.attention.head_linear import head_linear_triton
 from octavo_kernels.triton.launch import invariant
+from octavo_kernels.triton.linear import head_linear as module
+from octavo_kernels.triton.linear.head_linear import head_linear_triton
 from tests.ops.triton.poison import poison_new_tensors
 
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}

@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 from octavo.ops import latent_attention as dispatched
-from octavo.ops.attention import GroupRows, LayerCache, PagedRows
-from octavo.ops.latent_attention import LatentHeads
+from octavo.ops.attention.attention import GroupRows, LayerCache, PagedRows
+from octavo.ops.attention.latent_attention import LatentHeads
 from octavo_kernels.triton.attention import latent_attention
-from octavo_kernels.triton.attention.head_linear import head_linear_triton
 from octavo_kernels.triton.attention.latent_attention import attend_single_rows, latent_attention_triton
 from octavo_kernels.triton.attention.latent_outputs import latent_outputs
 from octavo_kernels.triton.launch import invariant
+from octavo_kernels.triton.linear.head_linear import head_linear_triton
 from tests.ops.triton.poison import poison_new_tensors
 from tests.tiers import one_in
 from tests.triton_interpreter import quick_first

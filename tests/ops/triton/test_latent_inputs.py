@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from octavo.ops.latent_attention import LatentHeads
-from octavo_kernels.triton.attention import head_linear as module
+from octavo.ops.attention.latent_attention import LatentHeads
 from octavo_kernels.triton.attention.latent_inputs import latent_inputs
 from octavo_kernels.triton.launch import invariant
+from octavo_kernels.triton.linear import head_linear as module
 from tests.ops.triton.poison import poison_new_tensors
 
 NAN = float("nan")

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from octavo.ops.attention import LayerCache
-from octavo.ops.latent_attention import EXPANDED_WIDTHS, LatentHeads
+from octavo.ops.attention.attention import LayerCache
+from octavo.ops.attention.latent_attention import EXPANDED_WIDTHS, LatentHeads
 from octavo_kernels.triton.attention import latent_attention as module
 from octavo_kernels.triton.attention.latent_prompts import Expanded, expand
 from tests.ops.triton.poison import poison_new_tensors

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from octavo.ops.linear import Fused
+from octavo.ops.linear.linear import Fused
 from octavo_kernels.triton.launch import counters, invariant
 from octavo_kernels.triton.linear import invariant_linear
 from octavo_kernels.triton.linear.gemv import GemvConfig

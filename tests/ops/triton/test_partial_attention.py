@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from octavo.ops.attention import GroupRows, HeadLayout, LayerCache, PagedRows, SingleRows
+from octavo.ops.attention.attention import GroupRows, HeadLayout, LayerCache, PagedRows, SingleRows
+from octavo.ops.attention.partial_attention import merge_parts, partial_attention, partial_latent_attention
 from octavo.ops.collective import ContextPart
-from octavo.ops.partial_attention import merge_parts, partial_attention, partial_latent_attention
 from octavo_kernels.triton.attention import latent_attention
 from octavo_kernels.triton.attention.attention import merge_parts_triton, partial_attention_triton
 from octavo_kernels.triton.attention.latent_attention import partial_latent_attention_triton

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from octavo.ops.linear import PLAIN, Fused
+from octavo.ops.linear.linear import PLAIN, Fused
 from octavo_kernels.hopper import pipelined_gemm
 from octavo_kernels.hopper.pipelined_configs import PipelinedConfig
 from octavo_kernels.hopper.pipelined_tiles import grain_of, programs_of, steps_of

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from octavo.ops.grouped_linear import PackedGroups
+from octavo.ops.linear.grouped_linear import PackedGroups
 from octavo.ops.moe import ClampedSwish, GroupedExperts, grouped_moe
 from octavo_kernels.hopper import pipelined_epilogue, pipelined_gemm, pipelined_producer, pipelined_tiles
 from octavo_kernels.hopper.pipelined_configs import PipelinedConfig

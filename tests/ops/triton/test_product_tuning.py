@@ -9,8 +9,8 @@ import pytest
 import torch
 from triton.runtime.errors import OutOfResources
 
-from octavo.ops.grouped_linear import PackedGroups
-from octavo.ops.linear import Fused
+from octavo.ops.linear.grouped_linear import PackedGroups
+from octavo.ops.linear.linear import Fused
 from octavo_kernels.triton.config_tables import ConfigTable
 from octavo_kernels.triton.grouped.grouped_gemm import GroupedGemmConfig
 from octavo_kernels.triton.grouped.grouped_gemv import GroupedGemvConfig

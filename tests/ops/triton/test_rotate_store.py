@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from octavo.ops.attention import HeadLayout, KVScales
+from octavo.ops.attention.attention import HeadLayout, KVScales
 from octavo_kernels.triton.attention.rotate_store import apply_rope_triton, rotate_store
 
 ROUNDING = {torch.float32: 2**-21, torch.float16: 2**-10, torch.bfloat16: 2**-7, torch.float8_e4m3fn: 2**-3}

@@ -15,9 +15,9 @@ import triton.language as tl
 from torch import Tensor
 
 from octavo import ops
-from octavo.ops.sampling import BANNED, NOT_FINITE, NOTHING_LEFT, OUT_OF_RANGE, OVERFLOWN, SampleParams
-from octavo.ops.sampling import least_kept as least_kept_reference
-from octavo.ops.sampling_noise import exponentials, token_hashes
+from octavo.ops.sampling.noise import exponentials, token_hashes
+from octavo.ops.sampling.sampling import BANNED, NOT_FINITE, NOTHING_LEFT, OUT_OF_RANGE, OVERFLOWN, SampleParams
+from octavo.ops.sampling.sampling import least_kept as least_kept_reference
 from octavo_kernels.triton.sampling import sample as kernels
 from octavo_kernels.triton.sampling.noise import minus_log_exponentials, row_key
 from octavo_kernels.triton.sampling.sample import CHUNK, GROUPS, SAME_BITS, sample_triton

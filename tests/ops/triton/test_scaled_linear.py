@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from octavo.ops.linear import Fused
-from octavo.ops.scaled_linear import ScaledValues
+from octavo.ops.linear.linear import Fused
+from octavo.ops.linear.scaled_linear import ScaledValues
 from octavo_kernels.triton.launch import invariant
 from octavo_kernels.triton.linear.scaled_linear import scaled_linear_triton
 from tests.ops.triton.test_linear import PARTS

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from octavo.ops import stacked_lora as dispatched
-from octavo.ops.linear import NO_ADAPTER, LowRankStack
+from octavo.ops.linear.linear import NO_ADAPTER, LowRankStack
 from octavo_kernels.triton.launch import invariant
 from octavo_kernels.triton.linear import stacked_lora as module
 from octavo_kernels.triton.linear.stacked_lora import stacked_lora_triton

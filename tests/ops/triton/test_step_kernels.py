@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from octavo import ops
-from octavo.ops.attention import RopeSet
-from octavo.ops.sampling import SampleParams
+from octavo.ops.attention.attention import RopeSet
+from octavo.ops.sampling.sampling import SampleParams
 from octavo.ops.stepping import LastResults, StagedRows
 from octavo_kernels.triton.attention.rotate_store import rotary_angles_triton
 from octavo_kernels.triton.drafting import (

@@ -10,7 +10,7 @@ from octavo import ops
 
 pytest.importorskip("triton")
 
-from octavo.ops.attention import HeadLayout, KVScales, LayerCache
+from octavo.ops.attention.attention import HeadLayout, KVScales, LayerCache
 from octavo_kernels.triton.attention.rotate_store import store_keys_triton, store_kv_triton
 from tests.triton_interpreter import DEVICE
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from octavo.ops.grouped_linear import Number, chunk_of
+from octavo.ops.linear.grouped_linear import Number, chunk_of
 from octavo_kernels.hopper.pipelined_configs import PipelinedConfig
 from octavo_kernels.hopper.streamed_configs import (
     CHUNK_BYTES,

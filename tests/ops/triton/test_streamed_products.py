@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from octavo.ops.grouped_linear import PackedGroups
+from octavo.ops.linear.grouped_linear import PackedGroups
 from octavo_kernels.hopper import streamed_gemv, streamed_output_mlp, streamed_tiles
 from octavo_kernels.hopper.streamed_configs import OutputMLPConfig, StreamedConfig
 from octavo_kernels.triton.grouped import grouped_numbers

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from octavo.ops.sampling import BANNED, token_logprobs
+from octavo.ops.sampling.sampling import BANNED, token_logprobs
 from octavo_kernels.triton.sampling import token_logprobs as kernels
 from octavo_kernels.triton.sampling.token_logprobs import token_logprobs_triton
 from tests.ops.sampling_cases import generator, make_logits

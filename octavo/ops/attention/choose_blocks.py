@@ -18,11 +18,19 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from octavo.ops.attention import MAX_SCRATCH, GroupRows, HeadLayout, LayerCache, PagedRows, attention, stored_heads
-from octavo.ops.cache_rows import unpack_rows
+from octavo.ops.attention.attention import (
+    MAX_SCRATCH,
+    GroupRows,
+    HeadLayout,
+    LayerCache,
+    PagedRows,
+    attention,
+    stored_heads,
+)
+from octavo.ops.attention.cached_rows import unpack_rows
+from octavo.ops.attention.choose_keys import ChosenKeys
 from octavo.ops.device_backend import is_gpu
 from octavo.ops.dispatch import op
-from octavo.ops.sparse_attention import ChosenKeys
 
 MOST_PAIRS = 2**13
 """Rows times kv heads that are computed as sequences at once: kernels have scratch memory for each."""

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from octavo import ops
-from octavo.ops.attention import GroupRows, HeadLayout, LayerCache, PagedRows, store_kv
-from octavo.ops.head_blocks import HeadBlocks, attend_to_head_blocks
+from octavo.ops.attention.attention import GroupRows, HeadLayout, LayerCache, PagedRows, store_kv
+from octavo.ops.attention.choose_head_blocks import HeadBlocks, attend_to_head_blocks
 from tests.ops.test_sparse_attention import SHAPES, Step
 
 K, GROUP, H = 2, 3, 8

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from octavo.ops.cache_rows import STORED, pack_rows, unpack_rows
+from octavo.ops.attention.cached_rows import STORED, pack_rows, unpack_rows
 from octavo.ops.collective import ContextPart, ContextRanks
 from octavo.ops.dispatch import op, op_of_ids
 from octavo.ops.embedding import embedding
 from octavo.ops.norms import rms_norm
-from octavo.ops.recurrence import StateRows
+from octavo.ops.recurrent.recurrence import StateRows
 
 # ---- attention: The attention of one layer, from the projected queries, keys and values to the heads' outputs.
 # Shapes: T tokens of the step, S sequences, N heads, K kv heads, H head dim, W = (N + 2 K) H, R rotated pairs, B
@@ -55,7 +55,7 @@ class HeadLayout(NamedTuple):
 
 
 class LayerCache(NamedTuple):
-    """One layer's keys and values, each ``[num_blocks, K, block_size, H]``; with rows of ``ops.cache_rows`` in place
+    """One layer's keys and values, each ``[num_blocks, K, block_size, H]``; with rows of ``cached_rows.py`` in place
     of H numbers if they are of 8 or 4 bits."""
 
     keys: Tensor

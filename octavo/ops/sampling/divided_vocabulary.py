@@ -16,8 +16,16 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from octavo.ops.sampling import BANNED, GREEDY_BELOW, NOT_FINITE, NOTHING_LEFT, OUT_OF_RANGE, OVERFLOWN, SampleParams
-from octavo.ops.sampling_noise import exponentials
+from octavo.ops.sampling.noise import exponentials
+from octavo.ops.sampling.sampling import (
+    BANNED,
+    GREEDY_BELOW,
+    NOT_FINITE,
+    NOTHING_LEFT,
+    OUT_OF_RANGE,
+    OVERFLOWN,
+    SampleParams,
+)
 
 UNDECIDED = -4
 NEVER = -math.inf

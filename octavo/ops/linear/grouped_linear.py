@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from octavo.ops.dispatch import op
-from octavo.ops.linear import PLAIN, Activation, Fused, compose
+from octavo.ops.linear.linear import PLAIN, Activation, Fused, compose
 
 # ---- grouped_linear
 #

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from octavo.ops.dispatch import op
-from octavo.ops.linear import PLAIN, Fused, check_linear, compose
+from octavo.ops.linear.linear import PLAIN, Fused, check_linear, compose
 
 SLICES = 3
 UNIT = 65536.0

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from octavo.ops.attention import MAX_SCRATCH, HeadLayout, LayerCache, PagedRows, Rule, context, stored_heads
+from octavo.ops.attention.attention import MAX_SCRATCH, HeadLayout, LayerCache, PagedRows, Rule, context, stored_heads
 from octavo.ops.collective import ContextPart
 from octavo.ops.dispatch import op
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from octavo.ops.dispatch import op
-from octavo.ops.recurrence import wide_type
+from octavo.ops.recurrent.recurrence import wide_type
 
 Gate = Literal["silu", "sigmoid"]
 

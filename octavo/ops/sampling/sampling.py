@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from octavo.ops.dispatch import op
-from octavo.ops.sampling_noise import exponentials, hashes_of
+from octavo.ops.sampling.noise import exponentials, hashes_of
 from octavo.steps.messages import NOT_FINITE, NOTHING_LEFT, OUT_OF_RANGE
 
 # ---- adjust_logits: Logits processors on the logits' device: grammar masks, banned tokens, logit biases and

@@ -16,8 +16,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from octavo.ops.attention import MAX_SCRATCH, GroupRows, LayerCache, PagedRows
-from octavo.ops.cache_rows import unpack_rows
+from octavo.ops.attention.attention import MAX_SCRATCH, GroupRows, LayerCache, PagedRows
+from octavo.ops.attention.cached_rows import unpack_rows
 from octavo.ops.dispatch import op
 
 MOST_SCORES = 2**25

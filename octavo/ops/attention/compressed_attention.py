@@ -22,7 +22,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from octavo.ops.attention import MAX_SCRATCH, HeadLayout, LayerCache, PagedRows, Rule, context, store_kv
+from octavo.ops.attention.attention import MAX_SCRATCH, HeadLayout, LayerCache, PagedRows, Rule, context, store_kv
 from octavo.ops.dispatch import op
 from octavo.ops.norms import rms_norm
 

@@ -15,11 +15,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from octavo.ops.attention import MAX_SCRATCH, HeadLayout, LayerCache, PagedRows
-from octavo.ops.block_choice import RowPlaces, attend_in_order
-from octavo.ops.cache_rows import unpack_rows
+from octavo.ops.attention.attention import MAX_SCRATCH, HeadLayout, LayerCache, PagedRows
+from octavo.ops.attention.cached_rows import unpack_rows
+from octavo.ops.attention.choose_blocks import RowPlaces, attend_in_order
 from octavo.ops.dispatch import op
-from octavo.ops.linear import linear
+from octavo.ops.linear.linear import linear
 
 
 class HeadBlocks(NamedTuple):

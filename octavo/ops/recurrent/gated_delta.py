@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from octavo.ops.dispatch import op
-from octavo.ops.gated_norm import Gate, gated_norm
-from octavo.ops.recurrence import StateRows, recur, wide_type
+from octavo.ops.recurrent.gated_norm import Gate, gated_norm
+from octavo.ops.recurrent.recurrence import StateRows, recur, wide_type
 
 L2_EPS = 1e-6
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from octavo.ops.dispatch import op
-from octavo.ops.linear import PLAIN, Fused, compose
+from octavo.ops.linear.linear import PLAIN, Fused, compose
 
 LANES = 16
 """A group's number of inputs is a multiple of this, unless the group is a whole row."""

@@ -9,8 +9,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from octavo import ops
-from octavo.ops.attention import HeadLayout, KVScales, LayerCache, store_kv
-from octavo.ops.block_choice import attend_to_blocks, chosen_keys
+from octavo.ops.attention.attention import HeadLayout, KVScales, LayerCache, store_kv
+from octavo.ops.attention.choose_blocks import attend_to_blocks, chosen_keys
 from tests.ops.test_sparse_attention import HEADS, SHAPES, WIDTH, Shape, Step
 
 COUNT = 3

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from octavo.ops.causal_conv import causal_conv
 from octavo.ops.dispatch import op
-from octavo.ops.recurrence import StateRows
+from octavo.ops.recurrent.causal_conv import causal_conv
+from octavo.ops.recurrent.recurrence import StateRows
 
 
 @op

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from octavo.ops.dispatch import op
-from octavo.ops.recurrence import StateRows, recur, wide_type
+from octavo.ops.recurrent.recurrence import StateRows, recur, wide_type
 
 
 @op

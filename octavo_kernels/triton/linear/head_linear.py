@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from octavo.ops.linear import head_linear
+from octavo.ops.linear.linear import head_linear
 from octavo_kernels.triton.launch import (
     after_predecessor,
     declines_floats,

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from octavo.ops.dispatch import op
-from octavo.ops.recurrence import StateRows, wide_type
+from octavo.ops.recurrent.recurrence import StateRows, wide_type
 
 
 @op

@@ -11,11 +11,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from octavo.ops.attention import LayerCache, PagedRows, apply_rope, paged_attention, store_kv
+from octavo.ops.attention.attention import LayerCache, PagedRows, apply_rope, paged_attention, store_kv
+from octavo.ops.attention.choose_keys import ChosenKeys
 from octavo.ops.dispatch import op
-from octavo.ops.linear import head_linear
+from octavo.ops.linear.linear import head_linear
 from octavo.ops.norms import rms_norm
-from octavo.ops.sparse_attention import ChosenKeys
 
 EXPANDED_WIDTHS = (128, 64, 128)
 """P, 2 R and V of the heads whose keys and values a kernel may expand from the latents for prompts: DeepSeek's."""

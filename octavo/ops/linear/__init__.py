@@ -1,0 +1,1 @@
+"""Linear maps: a file for each way in which their weights are stored."""

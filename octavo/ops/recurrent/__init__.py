@@ -1,0 +1,1 @@
+"""Layers with recurrent state: convolutions, scans and delta rules; a contract a file."""
