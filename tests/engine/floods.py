@@ -14,7 +14,7 @@ from octavo.sampling_params import SamplingParams
 from octavo.types import Request
 from tests.engine.virtual import StepCost, VirtualEngine, VirtualProgress
 
-SECONDS = 20.0
+SECONDS = 8.0
 START = 1.0
 COST = StepCost()
 HALF_SPEED = StepCost(2 * COST.base, 2 * COST.per_token, 2 * COST.per_sequence)

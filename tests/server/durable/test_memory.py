@@ -12,7 +12,7 @@ import pytest
 from tests.server.conftest import Served
 from tests.server.durable.test_durable import send, serving, until
 
-NUM_REQUESTS = 300
+NUM_REQUESTS = 100
 
 
 def ask(served: Served, count: int, name: str) -> None:
