@@ -243,7 +243,7 @@ ANYTHING = st.dictionaries(
 
 
 @pytest.mark.slow
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=25)
 @given(st.lists(ANYTHING, max_size=3), st.lists(ANYTHING, max_size=3), ANYTHING)
 def test_a_body_of_anything_is_answered_or_refused(
     server: Served, parts: list[Any], tools: list[Any], choice: Any
@@ -254,7 +254,7 @@ def test_a_body_of_anything_is_answered_or_refused(
 
 
 @pytest.mark.slow
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=25)
 @given(st.lists(MESSAGE, max_size=6), st.booleans())
 def test_any_history_is_answered_and_the_answer_accepted(server: Served, messages: list[Any], is_last: bool) -> None:
     """``is_last``: the last message is the assistant's, which it goes on with."""

@@ -16,7 +16,7 @@ from tests.server.in_process import IM_END, TEMPLATE, InProcessEngine, byte_toke
 from tests.text.family_templates import DEEPSEEK, GEMMA, GPT_OSS, LLAMA3, MISTRAL, QWEN3
 from tests.tiers import one_in
 
-EXAMPLES = int(os.environ.get("OCTAVO_EXAMPLES", "25"))
+EXAMPLES = int(os.environ.get("OCTAVO_EXAMPLES", "10"))
 TEMPLATES = {
     "plain": TEMPLATE,
     "strict": GEMMA,

@@ -222,7 +222,7 @@ ANYTHING = st.dictionaries(
 )
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=25)
 @given(st.lists(ANYTHING, max_size=3), st.lists(ANYTHING, max_size=3), st.one_of(ANYTHING, JSON), st.booleans())
 def test_a_body_of_anything_is_answered_or_refused(
     server: Served, items: list[Any], tools: list[Any], choice: Any, is_stream: bool
@@ -235,7 +235,7 @@ def test_a_body_of_anything_is_answered_or_refused(
 
 
 @pytest.mark.slow
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=25)
 @given(st.lists(st.one_of(st.sampled_from(PAST), CALL, UNKNOWN), max_size=8), st.booleans())
 def test_any_history_is_answered_and_the_answer_accepted(server: Served, items: list[Any], follows: bool) -> None:
     history = [*items, SAID, USER]
