@@ -18,9 +18,9 @@ from tests.tiers import nightly_after
 pytestmark = [pytest.mark.model, pytest.mark.slow]
 
 LENGTHS = [5, 6, 8, 11, 16, 17, 31, 32, 33, 48, 64, 100, 127, 256, 300, 511, 1100]
-NUM_SHORT = 3
-"""So many have fewer tokens than two chunks of a prompt; `make nightly` has all."""
-NUM_TOKENS = 64
+SHORT = 3, 24
+"""So many prompts, fewer tokens than two chunks of them, and so many tokens of each."""
+LONG = len(LENGTHS), 64
 TIE = 1e-3
 """Where the reference's two best logits are closer than this, either token is right."""
 
@@ -60,10 +60,10 @@ def test_every_weight_equals_the_reference(default_model_path: Path, reference: 
     assert checkpoint.generation_config["eos_token_id"] == reference.generation_config.eos_token_id
 
 
-@pytest.mark.parametrize("count", nightly_after(1, (NUM_SHORT, len(LENGTHS))))
-def test_greedy_tokens_equal_the_reference(llm: LLM, reference: Any, count: int) -> None:
-    """Batched, chunked and paged, every prompt's 64 greedy tokens are the reference's own."""
-    params = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True, logprobs=1)
+@pytest.mark.parametrize(("count", "num_tokens"), nightly_after(1, (SHORT, LONG)))
+def test_greedy_tokens_equal_the_reference(llm: LLM, reference: Any, count: int, num_tokens: int) -> None:
+    """Batched, chunked and paged, every prompt's greedy tokens are the reference's own."""
+    params = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True, logprobs=1)
     ties = 0
     asked = prompts(llm, count)
     for prompt, result in zip(asked, llm.generate(asked, params), strict=True):
@@ -80,13 +80,13 @@ def test_greedy_tokens_equal_the_reference(llm: LLM, reference: Any, count: int)
             # A tie: go on from the reference's own token.
             ties += 1
             known += [*tokens[:parted], int(rows[parted].argmax())]
-            rest = NUM_TOKENS - len(known)
+            rest = num_tokens - len(known)
             if not rest:
                 break
             again = SamplingParams(temperature=0, max_tokens=rest, ignore_eos=True, logprobs=1)
             output = llm.generate([prompt + known], again)[0].outputs[0]
             tokens, logprobs = list(output.token_ids), list(output.logprobs or [])
-    print(f"{count} prompts, {NUM_TOKENS} tokens each, {ties} ties resolved from the reference")
+    print(f"{count} prompts, {num_tokens} tokens each, {ties} ties resolved from the reference")
     assert ties <= 3
 
 

@@ -14,7 +14,6 @@ import random
 import re
 import signal
 from collections import Counter
-from collections.abc import Callable
 from typing import Any
 
 import httpx
@@ -54,7 +53,7 @@ def requests(repeats: int) -> list[tuple[str, dict[str, Any]]]:
             ("seeded", seeded),
             ("choices", {**seeded, "n": 2, "frequency_penalty": 0.5}),
             ("stream", {**seeded, "stream": True}),
-            ("long", {**body, "prompt": f"{number}. {SENTENCE * 30}", "max_tokens": 8, "temperature": 0}),
+            ("long", {**body, "prompt": f"{number}. {SENTENCE * 15 * repeats}", "max_tokens": 8, "temperature": 0}),
             ("prompt_logprobs", {**seeded, "prompt": body["prompt"] * 6, "prompt_logprobs": 2, "logprobs": 1}),
             ("grammar", {**seeded, "ignore_eos": False, "max_tokens": 48, "structured_outputs": {"json": SCHEMA}}),
             ("regex", {**seeded, "ignore_eos": False, "structured_outputs": {"regex": "[a-z]{8,40}"}, "stream": True}),
@@ -126,8 +125,7 @@ class Kills:
 
 
 @pytest.mark.parametrize("num_kills", nightly_after(1, dict.fromkeys((NUM_KILLS, 20))))
-def test_kills_lose_change_and_fail_nothing(serve: Callable[..., Server], num_kills: int) -> None:
-    server = serve()
+def test_kills_lose_change_and_fail_nothing(server: Server, num_kills: int) -> None:
     asked = requests(1 if num_kills < 20 else 2)
 
     async def main() -> tuple[list[Any], list[tuple[int, Any]], Kills]:
@@ -169,9 +167,8 @@ def test_kills_lose_change_and_fail_nothing(serve: Callable[..., Server], num_ki
 
 
 @pytest.mark.nightly
-def test_a_request_with_a_grammar_needs_no_longer_life_than_another(serve: Callable[..., Server]) -> None:
+def test_a_request_with_a_grammar_needs_no_longer_life_than_another(server: Server) -> None:
     """The engine process is killed as soon as a plain request got a few tokens of it; the other gets some, too."""
-    server = serve()
     counts = Counter[str]()
     body = {"prompt": SENTENCE, "max_tokens": 4000, "ignore_eos": True, "temperature": 0.9, "stream": True}
     asked = {"plain": body, "regex": {**body, "structured_outputs": {"regex": "( [a-z]{2,9})+"}}}

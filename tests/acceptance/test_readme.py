@@ -7,7 +7,6 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -32,8 +31,7 @@ def run_python(code: str) -> str:
     return done.stdout
 
 
-def test_curl_and_client(serve: Callable[..., Server]) -> None:
-    server = serve()
+def test_curl_and_client(server: Server) -> None:
     curl = next(block for block in blocks("sh") if block.startswith("curl"))
     command = shlex.split(curl.replace("\\\n", " ").replace(SERVED_AT, server.url))
     answer = subprocess.run([*command, "--silent"], capture_output=True, text=True, timeout=120, check=True)

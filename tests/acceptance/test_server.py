@@ -7,7 +7,7 @@ import json
 import os
 import signal
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,19 +24,13 @@ from tests.completions import (
     mixed_requests,
     wait_until_idle,
 )
-from tests.conftest import Server, start_server
+from tests.conftest import Server
 from tests.server import raw
 from tests.tiers import nightly_after
 
 pytestmark = [pytest.mark.model, pytest.mark.slow]
 
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
-    """One without any flag, for tests that leave it idle."""
-    server = start_server()
-    yield server
-    assert server.stop() == 0
+TIGHT = "--max-model-len", "288", "--num-kv-blocks", "19", "--block-size", "16", "--max-num-seqs", "32"
 
 
 def test_first_answer(server: Server) -> None:
@@ -54,26 +48,23 @@ def _growing(body: dict[str, Any]) -> dict[str, Any]:
     return {**body, "prompt": "Once", "max_tokens": 120, "ignore_eos": True}
 
 
-@pytest.mark.parametrize("count", nightly_after(1, (12, 32)))
+@pytest.mark.parametrize("count", nightly_after(1, (8, 32)))
 def test_batching_preemption_and_streaming_change_nothing(
-    serve: Callable[..., Server], tmp_path: Path, count: int
+    server: Server, serve: Callable[..., Server], tmp_path: Path, count: int
 ) -> None:
     """Requests at once in a pool that cannot hold them, half of them streamed, give what each gives alone.
 
-    Those that are alone are computed on one thread, the others on as many as there are.
+    Those that are alone are computed on as many threads as there are, the others on one.
     """
-    roomy = serve("--max-num-seqs", "1", "--no-enable-prefix-caching", env={"OMP_NUM_THREADS": "1"})
     bodies = mixed_requests(count, seed=1)
     bodies[:3] = map(_growing, bodies[:3])
 
     async def alone() -> list[Any]:
-        async with client_of(roomy) as client:
+        async with client_of(server) as client:
             return [await complete(client, body, stream=False) for body in bodies]
 
     expected = asyncio.run(alone())
-    roomy.stop()
-    pool = "--max-model-len", "288", "--num-kv-blocks", "19", "--block-size", "16", "--max-num-seqs", "32"
-    tight = serve(*pool, "--weight-updates-dir", str(tmp_path))
+    tight = serve(*TIGHT, "--weight-updates-dir", str(tmp_path), env={"OMP_NUM_THREADS": "1"})
 
     results = asyncio.run(complete_together(tight, bodies, [number % 4 < 2 for number in range(count)]))
     for body, result, wanted in zip(bodies, results, expected, strict=True):
@@ -94,12 +85,11 @@ def test_guesses_change_nothing(server: Server, serve: Callable[..., Server]) ->
     assert 0 < stats["num_accepted_drafts"] <= stats["num_drafts"]
 
 
-@pytest.mark.parametrize("count", nightly_after(1, (24, 100)))
+@pytest.mark.parametrize("count", nightly_after(1, (8, 100)))
 def test_mixed_requests_with_drafts(server: Server, serve: Callable[..., Server], tmp_path: Path, count: int) -> None:
     """Bitwise what they are without, among drafts, preemptions and grammars."""
     settings = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "adaptive": False}
-    pool = "--max-model-len", "256", "--num-kv-blocks", "17", "--block-size", "16", "--max-num-seqs", "32"
-    drafting = serve("--speculative-config", json.dumps(settings), *pool, "--weight-updates-dir", str(tmp_path))
+    drafting = serve("--speculative-config", json.dumps(settings), *TIGHT, "--weight-updates-dir", str(tmp_path))
     bodies = mixed_drafting(count, seed=5)
     bodies[:3] = map(_growing, bodies[:3])
     found = asyncio.run(complete_together(drafting, bodies, [True] * count))

@@ -6,13 +6,12 @@ import json
 import os
 import signal
 import threading
-from collections.abc import Iterator
 from typing import Any
 
 import jsonschema
 import pytest
 
-from tests.conftest import Server, start_server
+from tests.conftest import Server
 
 pytestmark = [pytest.mark.model, pytest.mark.slow]
 
@@ -29,13 +28,6 @@ SCHEMA = {
 FORMAT = {"type": "json_schema", "json_schema": {"name": "person", "schema": SCHEMA}}
 MESSAGES = [{"role": "user", "content": "Describe a person as JSON."}]
 TOOL = {"type": "function", "function": {"name": "add_person", "parameters": SCHEMA}}
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
-    server = start_server("--max-model-len", "1024")
-    yield server
-    server.stop()
 
 
 def ask(server: Server, **body: Any) -> dict[str, Any]:

@@ -95,7 +95,7 @@ class Clients:
         kept.close()
 
 
-@pytest.mark.parametrize(("num_takeovers", "num_streams"), nightly_after(1, ((NUM_TAKEOVERS, 24), (3, 64))))
+@pytest.mark.parametrize(("num_takeovers", "num_streams"), nightly_after(1, ((NUM_TAKEOVERS, 8), (3, 64))))
 def test_no_request_fails(serve: Serve, tmp_path: Path, num_takeovers: int, num_streams: int) -> None:
     args = ("--backend", "instant", "--takeover-socket", str(tmp_path / "s"), "--journal", str(tmp_path / "j"))
     servers = [serve(*args)]
