@@ -52,10 +52,6 @@ def build_encoder(
     config: EngineConfig, path: Path, checkpoint: Checkpoint, model: EncoderConfig, form: WeightFormat
 ) -> tuple[Engine, EngineInfo]:
     """Load the encoder and wire the engine. Raises ``ConfigError`` or ``CheckpointError``."""
-    if config.model.num_ranks > 1:
-        raise ConfigError("tensor_parallel_size and pipeline_parallel_size: an encoder runs on one device")
-    if config.model.enable_return_routed_experts:
-        raise ConfigError("enable_return_routed_experts: an encoder has no routers of experts")
     model, pooling = with_pooling(config, path, model)
     max_model_len, max_num_seqs, max_num_batched_tokens = encoder_limits(config, path, model, form.device)
     is_sparse = model.uses_vocabulary
@@ -154,7 +150,11 @@ def pooled_tasks(pooling: Pooling, labels: LabelPart | None, width: int) -> Pool
 
 
 def _check_settings(config: EngineConfig) -> None:
-    """Raise ``ConfigError`` for settings that concern generated tokens."""
+    """Raise ``ConfigError`` for settings that concern generated tokens or several devices."""
+    if config.model.num_ranks > 1:
+        raise ConfigError("tensor_parallel_size and pipeline_parallel_size: an encoder runs on one device")
+    if config.model.enable_return_routed_experts:
+        raise ConfigError("enable_return_routed_experts: an encoder has no routers of experts")
     for name in ("max_itl", "tpot_target"):
         if getattr(config.scheduler, name) is not None:
             raise ConfigError(f"{name}: does not apply to an encoder, which generates no tokens")

@@ -96,8 +96,8 @@ class ModelBackend(Protocol):
         """The settings as they apply to a model, and its configuration. Raises ``ConfigError``, ``CheckpointError``."""
         ...
 
-    def describe(self, config: EngineConfig, path: Path, form: WeightFormat) -> Iterator[str]:
-        """Lines about a model, for ``octavo models``."""
+    def describe(self, model: ModelConfig) -> Iterator[str]:
+        """Lines about a model that ``read_model`` returned, for ``octavo models``."""
         ...
 
     def load_model(self, model: ModelConfig) -> LoadedModel:
@@ -123,7 +123,7 @@ def build_engine(
     phases = Phases()
     device, path, checkpoint = open_model(config.model)
     config, model_config, form = read_model(config, path, checkpoint, device)
-    generation = _generation(config.model, checkpoint, path, model_config)
+    generation = read_generation(config.model, checkpoint, path, model_config)
     grammars = make_grammars(config.model, path, generation[0], expects_grammars)
     phases.done("device and checkpoint")
     if isinstance(model_config, EncoderConfig):
@@ -345,10 +345,10 @@ def _settle(
     return limits, budget
 
 
-def _generation(
+def read_generation(
     settings: ModelSettings, checkpoint: Checkpoint, path: Path, model: ModelConfig
 ) -> tuple[tuple[int, ...], dict[str, int | float]]:
-    """The ids that end a text, and default sampling parameters."""
+    """The ids that end a text, and default sampling parameters. Raises ``ConfigError`` or ``CheckpointError``."""
     generation = chosen_config(settings.generation_config, checkpoint.generation_config, path)
     check_token_ids(checkpoint.config, generation, model.vocab_size)
     return eos_token_ids(model, generation), sampling_defaults(settings.generation_config, generation)
@@ -408,6 +408,19 @@ def _connect_blocks(
 def read_model(
     config: EngineConfig, path: Path, checkpoint: Checkpoint, device: torch.device
 ) -> tuple[EngineConfig, ModelConfig, WeightFormat]:
+    """See ``configured_model``; random weights that would not fit are refused."""
+    config, model, form = configured_model(config, path, checkpoint, device)
+    if checkpoint.is_dummy and model_backend(config.model) is None:
+        free = memory.free_memory(device, config.cache.gpu_memory_utilization)
+        check_dummy(
+            model, checkpoint, form, config.model.tensor_parallel_size, config.model.pipeline_parallel_size, free
+        )
+    return config, model, form
+
+
+def configured_model(
+    config: EngineConfig, path: Path, checkpoint: Checkpoint, device: torch.device
+) -> tuple[EngineConfig, ModelConfig, WeightFormat]:
     """The settings as they apply to the model, its configuration, checked, and the format of its weights."""
     form = weight_format(config.model, device, checkpoint)
     if (backend := model_backend(config.model)) is not None:
@@ -417,11 +430,6 @@ def read_model(
         values["classifier_from_token"] = _token_ids(words, Path(config.model.tokenizer or path))
     model = read_config(values, config.model.max_model_len)
     check_sizes(model, checkpoint)
-    if checkpoint.is_dummy:
-        free = memory.free_memory(device, config.cache.gpu_memory_utilization)
-        check_dummy(
-            model, checkpoint, form, config.model.tensor_parallel_size, config.model.pipeline_parallel_size, free
-        )
     return config, model, form
 
 

@@ -18,6 +18,7 @@ from octavo.errors import CheckpointError
 from octavo.images.families import read_processor
 from octavo.images.processors import ImageProcessor
 from octavo.models.config import ModelConfig
+from octavo.models.meta_model import Outline
 from octavo.models.registry import CausalLM
 from octavo.models.vision.tower import Pixels, Tower, VisionConfig
 from octavo.models.vision.towers import LoadedTower, connect, load_tower, read_vision
@@ -90,7 +91,7 @@ def load_vision(
 ) -> Vision | None:
     """Load the tower of a checkpoint; ``None`` if the model is to read text alone, or has none that is known.
 
-    Raises ``CheckpointError``.
+    With the format of an outline, from headers alone. Raises ``CheckpointError``.
     """
     if config.model.language_model_only or config.model.backend != "octavo":
         return None
@@ -99,6 +100,8 @@ def load_vision(
     if (projector := open_projector(path)) is not None:
         source = ProjectorTensors(projector)
         values = projector.config(values, vocabulary(path))
+    if form.outlined_for is not None:
+        source = Outline(source)
     found = read_vision(values)
     processor = None if found is None else read_processor(path)
     if found is None or processor is None:
@@ -110,7 +113,7 @@ def load_vision(
     found = dataclasses.replace(found, placeholders=tuple(sorted(known)))
     loaded = load_tower(values, found, source, form)
     longest = config.model.max_model_len or model.max_position_embeddings
-    num_slots = max(found.longest, min(longest, MOST_SLOTS[form.device.type]))
+    num_slots = max(found.longest, min(longest, MOST_SLOTS[form.kernel_device]))
     logger.info("the model takes images: %d M parameters, %d slots", loaded.num_parameters // 1_000_000, num_slots)
     temporary, of_graphs = measured_bytes(loaded, processor, num_slots, form)
     return Vision(loaded, processor, num_slots, form, temporary, 0 if config.model.enforce_eager else of_graphs)

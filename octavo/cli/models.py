@@ -5,9 +5,10 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import sys
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from octavo.cli.settings import add_settings, load_config
 from octavo.config import DEFAULT_MODEL, EngineConfig, ModelSettings
@@ -16,7 +17,8 @@ from octavo.errors import ConfigError
 if TYPE_CHECKING:
     import torch
 
-    from octavo.build.build_engine import ModelBackend
+    from octavo.build.build_encoder import EncoderLimits
+    from octavo.build.build_vision import Vision
     from octavo.models.config import ModelConfig
     from octavo.models.encoder import EncoderConfig
     from octavo.models.encoders import LoadedEncoder
@@ -92,46 +94,88 @@ def _about(family: object) -> str:
 
 
 def _check(config: EngineConfig) -> int:
-    from octavo.build.build_engine import model_backend
-    from octavo.build.device_settings import resolve_device, resolve_kv_dtype, weight_format
+    """Check what a start reads, but for the content of weights; nothing is called supported before."""
+    from octavo.build.build_encoder import encoder_limits
+    from octavo.build.build_engine import configured_model, model_backend
+    from octavo.build.build_vision import load_vision
+    from octavo.build.device_settings import resolve_device
+    from octavo.models.config_checks import check_copy
     from octavo.models.encoder import EncoderConfig
-    from octavo.models.meta_model import largest_stage, outline
-    from octavo.ops.device_backend import backend_of
+    from octavo.models.meta_model import outline, outlined
+    from octavo.models.registry import LoadedModel
+    from octavo.models.vision.towers import connect
     from octavo.runtime import memory
     from octavo.runtime.ranks.ranks import check_divides
     from octavo.weights.checkpoint import open_checkpoint
-    from octavo.weights.gguf.split_files import parts_of
     from octavo.weights.hub import resolve_model
 
     if (adapter := _as_adapter(config)) is not None:
         return _check_adapter(config, adapter)
+    backend = model_backend(config.model)
     is_here = config.model.model == DEFAULT_MODEL or Path(config.model.model).expanduser().exists()
-    if (backend := model_backend(config.model)) is not None:
-        return _check_other(config, backend)
-    path = resolve_model(config.model) if is_here else resolve_model(config.model, ["*.json"])
-    has_weights = is_here and (path.is_file() or any(any(path.glob(pattern)) for pattern in WEIGHTS))
+    is_whole = is_here or backend is not None
+    path = resolve_model(config.model) if is_whole else resolve_model(config.model, ["*.json"])
+    has_weights = is_whole and (path.is_file() or any(any(path.glob(pattern)) for pattern in WEIGHTS))
     checkpoint = open_checkpoint(path, config.model.load_format if has_weights else "dummy")
-    model = _read_model(config, path, checkpoint)
     device = resolve_device(config.model.device)
-    form = weight_format(config.model, device, checkpoint)
-    num_ranks = config.model.tensor_parallel_size
+    free = memory.free_memory(device, config.cache.gpu_memory_utilization)
+    config, model, form = configured_model(config, path, checkpoint, device)
+    if is_whole:
+        _check_text(config, path, checkpoint, model)
     if not isinstance(model, EncoderConfig):
         check_divides(model, config.model, device)
-    loaded = outline(model, checkpoint, form, num_ranks)
-    print(*describe(model, loaded, checkpoint), sep="\n")
-    free = memory.free_memory(device, config.cache.gpu_memory_utilization)
+    model = _with_pooling(config, path, model, form, has_weights)
+    loaded: LoadedModel | LoadedEncoder
+    if backend is not None:
+        loaded, lines = backend.load_model(model), list(backend.describe(model))
+    else:
+        loaded = outline(model, checkpoint, form, config.model.tensor_parallel_size)
+        check_copy(model, checkpoint, form.dtype)
+        lines = list(describe(model, loaded, checkpoint))
     if isinstance(model, EncoderConfig):
-        return _fit_encoder(config, path, model, loaded.num_bytes, form, free)
+        limits = encoder_limits(config, path, model, device)
+        print(*lines, sep="\n")
+        return _fit_encoder(limits, model, loaded.num_bytes, form, free)
+    assert isinstance(loaded, LoadedModel)
+    lines += [*_check_modules(config, loaded), *_check_drafter(config, model, checkpoint, device)]
+    vision = load_vision(config, path, checkpoint, model, outlined(form))
+    if vision is not None:
+        connect(loaded.model, vision.loaded.config, form)
+    print(*lines, sep="\n")
+    return _fit(config, path, checkpoint, CheckedDecoder(model, form, loaded, vision), free)
+
+
+class CheckedDecoder(NamedTuple):
+    """A decoder that can be loaded."""
+
+    model: ModelConfig
+    form: WeightFormat
+    loaded: LoadedModel
+    """Without content."""
+    vision: Vision | None
+
+
+def _fit(config: EngineConfig, path: Path, checkpoint: Checkpoint, found: CheckedDecoder, free: int) -> int:
+    """Check a decoder, which needs memory for its weights and its KV cache, and for a tower and its images."""
+    from octavo.build.device_settings import resolve_kv_dtype
+    from octavo.models.meta_model import largest_stage, outline
+    from octavo.ops.device_backend import backend_of
+    from octavo.runtime import memory
+    from octavo.weights.gguf.split_files import parts_of
+
+    model, form, loaded, vision = found
+    device, num_ranks = form.device, config.model.tensor_parallel_size
     if config.model.pipeline_parallel_size > 1:
         loaded = largest_stage(model, checkpoint, form, num_ranks, config.model.pipeline_parallel_size)
-    for line in (*_check_modules(config, loaded), *_check_drafter(config, model, checkpoint, device)):
-        print(line)
-    sizes: Mapping[str, int] = loaded.bytes_by_format
-    if checkpoint.has_blocks and form.packs and device.type == "cpu":
+    sizes = Counter(loaded.bytes_by_format)
+    if checkpoint.has_blocks and form.packs and device.type == "cpu" and config.model.backend == "octavo":
         of_files, whole = sum(part.stat().st_size for part in parts_of(path)), outline(model, checkpoint, form)
-        sizes = {"blocks": of_files * loaded.num_bytes // whole.num_bytes}
+        sizes = Counter({"blocks": of_files * loaded.num_bytes // whole.num_bytes})
+    of_images = 0
+    if vision is not None:
+        sizes, of_images = sizes + vision.weight_bytes, vision.num_bytes
     left = (free // config.model.ranks_per_node if device.type == "cpu" else free) - sum(sizes.values())
-    left -= backend_of(device.type).peer_bytes(num_ranks)
+    left -= backend_of(device.type).peer_bytes(num_ranks) + of_images
     try:
         limits, budget = memory.plan_memory(
             config,
@@ -152,21 +196,36 @@ def _check(config: EngineConfig) -> int:
     return 0
 
 
-def _read_model(config: EngineConfig, path: Path, checkpoint: Checkpoint) -> ModelConfig:
-    """The model's configuration, checked, of an encoder with the head that it needs; and that of its tower."""
-    from octavo.build.build_encoder import with_pooling
-    from octavo.images.families import read_processor
-    from octavo.models.config_checks import check_sizes
-    from octavo.models.encoder import EncoderConfig
-    from octavo.models.multimodal_text import overridden_config
-    from octavo.models.registry import read_config
-    from octavo.models.vision.towers import read_vision
+def _check_text(config: EngineConfig, path: Path, checkpoint: Checkpoint, model: ModelConfig) -> None:
+    """Read the tokenizer, the chat template and the generation config. Raises ``ConfigError``, ``CheckpointError``."""
+    from octavo.build.build_engine import read_generation
+    from octavo.text.chat_template import load_chat_template
+    from octavo.text.tokenizer import load_tokenizer
 
-    if not config.model.language_model_only and read_vision(checkpoint.config) is not None:
-        read_processor(path)
-    model = read_config(overridden_config(checkpoint.config, config.model.hf_overrides), config.model.max_model_len)
-    check_sizes(model, checkpoint)
-    return with_pooling(config, path, model)[0] if isinstance(model, EncoderConfig) else model
+    load_chat_template(config.model, load_tokenizer(Path(config.model.tokenizer or path))).close()
+    read_generation(config.model, checkpoint, path, model)
+
+
+def _with_pooling(
+    config: EngineConfig, path: Path, model: ModelConfig, form: WeightFormat, has_weights: bool
+) -> ModelConfig:
+    """The model, an encoder with the head that its pooling needs. Raises ``ConfigError`` or ``CheckpointError``."""
+    from octavo.build.build_encoder import pooled_tasks, with_pooling
+    from octavo.models.encoder import EncoderConfig
+    from octavo.models.meta_model import outlined
+    from octavo.models.pooling import read_pooling
+    from octavo.runtime.executors.pooler import Pooler
+
+    width = model.hidden_size
+    if isinstance(model, EncoderConfig):
+        model, pooling = with_pooling(config, path, model)
+        width = model.vocab_size if model.uses_vocabulary else width
+    else:
+        pooling = read_pooling(path, config.model.pooling_type, is_encoder=False)
+    pooled_tasks(pooling, model.labels, width)
+    if has_weights:
+        Pooler(pooling, None, config.model.load_format, outlined(form))
+    return model
 
 
 def _of_each(limits: Limits, settings: ModelSettings) -> str:
@@ -180,26 +239,10 @@ def _weights(sizes: Mapping[str, int]) -> str:
     return "weights: " + ", ".join(f"{size / 2**20:,.1f} MiB in {name}" for name, size in sorted(sizes.items()))
 
 
-def _check_other(config: EngineConfig, backend: ModelBackend) -> int:
-    """Describe a model of another backend."""
-    from octavo.build.device_settings import resolve_device, weight_format
-    from octavo.weights.checkpoint import open_checkpoint
-    from octavo.weights.hub import resolve_model
-
-    path = resolve_model(config.model)
-    form = weight_format(config.model, resolve_device(config.model.device), open_checkpoint(path))
-    for line in backend.describe(config, path, form):
-        print(line)
-    return 0
-
-
-def _fit_encoder(
-    config: EngineConfig, path: Path, model: EncoderConfig, num_bytes: int, form: WeightFormat, free: int
-) -> int:
+def _fit_encoder(limits: EncoderLimits, model: EncoderConfig, num_bytes: int, form: WeightFormat, free: int) -> int:
     """Check an encoder, which needs memory for its weights and the activations of a step."""
-    from octavo.build.build_encoder import activation_bytes, encoder_limits
+    from octavo.build.build_encoder import activation_bytes
 
-    limits = encoder_limits(config, path, model, form.device)
     activations = activation_bytes(model, limits.max_num_seqs, limits.max_num_batched_tokens, form.dtype)
     sizes = f"{num_bytes / 2**20:,.1f} MiB of weights and {activations / 2**20:,.1f} MiB of activations"
     fits = num_bytes + activations <= free
@@ -234,16 +277,14 @@ def _check_adapter(config: EngineConfig, path: Path) -> int:
     return _check(dataclasses.replace(config, model=settings))
 
 
-def _check_modules(config: EngineConfig, loaded: LoadedModel | LoadedEncoder) -> Iterator[str]:
+def _check_modules(config: EngineConfig, loaded: LoadedModel) -> Iterator[str]:
     """A line per adapter of the settings. Raises ``CheckpointError`` for one that does not fit the model."""
     import torch
 
     from octavo.config import parse_lora_modules
     from octavo.models.model_adapters import changes_of, check_merge
-    from octavo.models.registry import LoadedModel
     from octavo.quant.stored.stored_weight import WeightFormat
 
-    assert isinstance(loaded, LoadedModel)
     check_merge(config.model, loaded.maps)
     for name, folder in parse_lora_modules(config.model.lora_modules).items():
         changes = list(changes_of(Path(folder), loaded.maps, WeightFormat(torch.float32, torch.device("meta"))))

@@ -7,14 +7,18 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from octavo.errors import CheckpointError
 from octavo.models.config import ModelConfig
 from octavo.models.meta_model import outline
 from octavo.models.multimodal_text import TextPart
 from octavo.quant.stored.stored_weight import WeightFormat
-from octavo.quant.tensors import TensorSource
+from octavo.quant.tensors import TensorSource, check_equal
 from octavo.weights.checkpoint import Checkpoint
 from octavo.weights.generation_config import token_ids
+from octavo.weights.safetensors import FLOATS
 
 GIB = 1 << 30
 _LAYER = re.compile(r"(?:^|\.)(?:layers?|h|blocks)\.(\d+)\.")
@@ -60,6 +64,21 @@ def _check_heads(config: ModelConfig, source: TensorSource) -> None:
         if shape[0] != num_rows:
             sizes = f"head_dim is {config.head_dim} and {key} is {count}"
             raise CheckpointError(f"config: {sizes}, but tensor {found} has shape {list(shape)}")
+
+
+def check_copy(config: ModelConfig, source: TensorSource, dtype: torch.dtype) -> None:
+    """Compare a stored head with the embedding that it is tied to, as loading does; one that is packed is passed over.
+
+    Raises ``CheckpointError``.
+    """
+    part = TextPart(source)
+    names = sorted(name for name in part.names() if _EMBEDDINGS.search(name) or name == "lm_head.weight")
+    if not config.has_head or not config.tie_word_embeddings or len(names) != 2 or "lm_head.weight" not in names:
+        return
+    stored = [part.describe(name) for name in names]
+    if all(kind in FLOATS for kind, _ in stored):
+        tables = (part.load(name, shape) for name, (_, shape) in zip(names, stored, strict=True))
+        check_equal("lm_head", *(table.to(dtype) for table in tables if isinstance(table, Tensor)))
 
 
 def _differs(config: ModelConfig, field: str, found: str) -> CheckpointError:

@@ -51,7 +51,7 @@ from octavo.quant.stored.stored_weight import (
     filled,
     make_weights,
 )
-from octavo.quant.tensors import Tensors, TensorSource
+from octavo.quant.tensors import Tensors, TensorSource, check_equal
 
 
 class ExpertShape(NamedTuple):
@@ -398,10 +398,7 @@ class WeightLoader:
             table_VD = embedding.weight.dense_NK
             if table_VD is None:
                 table_VD = embedding.weight.rows(torch.arange(len(own_VD)))
-            if not torch.equal(own_VD, table_VD):
-                raise CheckpointError(
-                    f"{name}.weight differs from the embedding, but the config says tie_word_embeddings"
-                )
+            check_equal(name, own_VD, table_VD)
         return Linear([embedding.weight], bias_V)
 
     # Experts: each is sharded like a feed-forward layer, or each rank has some whole ones.

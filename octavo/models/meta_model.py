@@ -24,7 +24,7 @@ from octavo.weights.safetensors import DTYPES
 class Outline:
     """A checkpoint whose tensors have names, types and shapes but no content."""
 
-    def __init__(self, checkpoint: TensorSource, leave_out: frozenset[str]) -> None:
+    def __init__(self, checkpoint: TensorSource, leave_out: frozenset[str] = frozenset()) -> None:
         self._checkpoint = checkpoint
         self._leave_out = leave_out
 
@@ -57,6 +57,11 @@ class FirstOf(SingleRank):
         self.size = size
 
 
+def outlined(form: WeightFormat) -> WeightFormat:
+    """The format of weights without content that stand for those on the format's device."""
+    return dataclasses.replace(form, device=torch.device("meta"), outlined_for=form.device.type)
+
+
 def outline(
     config: ModelConfig, checkpoint: TensorSource, form: WeightFormat, num_ranks: int = 1
 ) -> LoadedModel | LoadedEncoder:
@@ -65,10 +70,10 @@ def outline(
 
     Raises ``CheckpointError`` as loading would.
     """
-    form = dataclasses.replace(form, device=torch.device("meta"), outlined_for=form.device.type)
+    form = outlined(form)
     if isinstance(config, EncoderConfig):
-        return load_encoder(config, Outline(checkpoint, frozenset()), form)
-    copies = frozenset({"lm_head.weight"} if config.tie_word_embeddings else ())  # content is compared on loading
+        return load_encoder(config, Outline(checkpoint), form)
+    copies = frozenset({"lm_head.weight"} if config.tie_word_embeddings else ())  # content: ``check_copy``
     source = Outline(checkpoint, copies & checkpoint.names())
     return load_model(config, source, form, collective=FirstOf(num_ranks))
 

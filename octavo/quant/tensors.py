@@ -66,6 +66,12 @@ class Renamed:
         return self._source.load(self._stored.get(name, name), shape)
 
 
+def check_equal(name: str, own_VD: Tensor, table_VD: Tensor) -> None:
+    """Raise ``CheckpointError`` unless a head that is tied to the embedding is a copy of it."""
+    if not torch.equal(own_VD, table_VD):
+        raise CheckpointError(f"{name}.weight differs from the embedding, but the config says tie_word_embeddings")
+
+
 def has_module(names: Iterable[str], module: str) -> bool:
     """Whether there are tensors of a module, whatever its format calls them, among these names."""
     return any(name.startswith(f"{module}.") for name in names)

@@ -24,9 +24,9 @@ def read_model(config: EngineConfig, path: Path, form: WeightFormat) -> tuple[En
     return own_settings(config, model, form.device), model
 
 
-def describe(config: EngineConfig, path: Path, form: WeightFormat) -> Iterator[str]:
+def describe(model: ModelConfig) -> Iterator[str]:
     """See ``ModelBackend``; only a trial shows how a model can be served."""
-    model = load_transformers(path, form, config.model.max_model_len)
+    assert isinstance(model, TransformersConfig)
     assert model.loaded is not None
     own = f"a cache of its own for each sequence, one sequence at a time, as {model.not_paged}"
     kept = own if model.not_paged else "the paged KV cache"
