@@ -40,6 +40,8 @@ LEAST_TELLING_BYTES = 64 << 20
 GROWTH_OF_RATE = 1.1
 REFRESH_SECONDS = 0.1
 """A server that takes over is asked as soon as the other has ended, which wrote until then."""
+WAIT_SECONDS = 5.0
+"""For another process that writes to the index."""
 KEY_BYTES = 32
 MAX_PATHS = 1024
 INDEX = "index.sqlite"
@@ -135,11 +137,15 @@ class DiskTier:
         self.capacity = capacity
         self.num_bad = 0
         """Files that were missing, damaged, or could not be written or read."""
+        self._writing = threading.Lock()
+        """Held while the index is written, which may wait for another process with it; taken before ``_lock``."""
         self._lock = threading.Lock()
+        """Held for moments only: the engine's thread takes it."""
         try:
             make_private_folder(folder, _is_own)
             _make_parts_private(folder)
             self._index = _open_index(folder / INDEX)
+            self._known = _connect(folder / INDEX, wait_seconds=0)
         except (OSError, sqlite3.Error) as error:
             raise ConfigError(f"kv_offload_dir: {folder} cannot be used: {error}") from None
         self._sizes: OrderedDict[bytes, int] = OrderedDict()
@@ -161,15 +167,15 @@ class DiskTier:
             stored = memoryview(b"")
         content = stored[CHECKSUM_BYTES:]
         is_valid = stored[:CHECKSUM_BYTES] == checksum(key, content)
+        if not is_valid:
+            with self._writing:
+                self._forget(name, is_bad=True)
+            return None
         with self._lock:
             if name not in self._sizes:
                 return None  # it was given up meanwhile
-            if is_valid:
-                self._sizes.move_to_end(name)
-                return content
-            self.num_bad += 1
-            self._forget(name)
-            return None
+            self._sizes.move_to_end(name)
+            return content
 
     def put(self, key: bytes, content: Content) -> list[Stored]:
         name = _name_of(key)
@@ -182,13 +188,14 @@ class DiskTier:
         try:
             path.parent.mkdir(FOLDER_MODE, exist_ok=True)
             write_private(unfinished, checksum(key, content), content)
-            with self._lock:
-                unfinished.replace(path)
+            with self._writing:
                 self._index.execute("INSERT OR REPLACE INTO blocks VALUES (?, ?)", (name, len(content)))
-                self.num_bytes += len(content) - self._sizes.get(name, 0)  # another process may have written it
-                self._sizes[name] = len(content)
-                while self.num_bytes > self.capacity:
-                    self._forget(next(iter(self._sizes)))
+                unfinished.replace(path)  # now that it can be given up
+                with self._lock:
+                    self.num_bytes += len(content) - self._sizes.get(name, 0)  # another process may have written it
+                    self._sizes[name] = len(content)
+                while (oldest := self._oldest_beyond_capacity()) is not None:
+                    self._forget(oldest)
         except (OSError, sqlite3.Error):
             with self._lock:
                 self.num_bad += 1
@@ -201,7 +208,7 @@ class DiskTier:
 
         Beyond ``MAX_PATHS``, the owner of the most loses the one that was put first.
         """
-        with self._lock, contextlib.suppress(sqlite3.Error):
+        with self._writing, contextlib.suppress(sqlite3.Error):
             self._index.execute("DELETE FROM session_paths WHERE name = ?", (name,))
             if not keys:
                 return
@@ -215,7 +222,7 @@ class DiskTier:
     def path(self, name: bytes) -> list[bytes]:
         """The keys that were put last under a name, also by another process; none if it is not known."""
         with self._lock, contextlib.suppress(sqlite3.Error):
-            for (joined,) in self._index.execute("SELECT keys FROM session_paths WHERE name = ?", (name,)):
+            for (joined,) in self._known.execute("SELECT keys FROM session_paths WHERE name = ?", (name,)):
                 return [joined[start : start + KEY_BYTES] for start in range(0, len(joined), KEY_BYTES)]
         return []
 
@@ -226,7 +233,7 @@ class DiskTier:
         self._next_refresh = now + REFRESH_SECONDS
         select = "SELECT rowid, key, size FROM blocks WHERE rowid > ? ORDER BY rowid"
         with self._lock, contextlib.suppress(sqlite3.Error):
-            for row, name, size in self._index.execute(select, (self._last_row,)):
+            for row, name, size in self._known.execute(select, (self._last_row,)):
                 self._last_row = row
                 if name not in self._sizes:
                     self._sizes[name] = size
@@ -234,14 +241,24 @@ class DiskTier:
 
     def close(self) -> None:
         """Close the index; the tier must not be used afterwards."""
-        with self._lock:
+        with self._writing, self._lock:
+            self._known.close()
             self._index.close()
 
     def _path(self, name: bytes) -> Path:
         return self.folder / name.hex()[:2] / name.hex()
 
-    def _forget(self, name: bytes) -> None:
-        self.num_bytes -= self._sizes.pop(name)
+    def _oldest_beyond_capacity(self) -> bytes | None:
+        with self._lock:
+            return next(iter(self._sizes)) if self.num_bytes > self.capacity else None
+
+    def _forget(self, name: bytes, is_bad: bool = False) -> None:
+        """Give up a file, unless that was done meanwhile; the caller holds ``_writing``."""
+        with self._lock:
+            if name not in self._sizes:
+                return
+            self.num_bytes -= self._sizes.pop(name)
+            self.num_bad += is_bad
         try:
             self._path(name).unlink(missing_ok=True)
             self._index.execute("DELETE FROM blocks WHERE key = ?", (name,))
@@ -277,11 +294,16 @@ def _make_parts_private(folder: Path) -> None:
             make_private(part, FOLDER_MODE)
 
 
+def _connect(path: Path, wait_seconds: float) -> sqlite3.Connection:
+    """A connection that waits so long for other processes with the index."""
+    return sqlite3.connect(path, timeout=wait_seconds, check_same_thread=False, isolation_level=None)
+
+
 def _open_index(path: Path) -> sqlite3.Connection:
     """The index of a folder; a damaged one is replaced by an empty one, so that its files are never read again."""
     for _ in range(2):
         make_private_database(path)
-        connection = sqlite3.connect(path, check_same_thread=False, isolation_level=None)
+        connection = _connect(path, wait_seconds=WAIT_SECONDS)
         try:
             connection.execute("PRAGMA journal_mode = WAL")
             connection.execute("PRAGMA synchronous = OFF")

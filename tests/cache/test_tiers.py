@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import random
+import sqlite3
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -188,6 +190,42 @@ def test_a_damaged_index_is_begun_anew(tmp_path: Path) -> None:
     tier = DiskTier(tmp_path, 1000)
     tier.put(key(1), content(1))
     assert tier.get(key(1)) == content(1)
+
+
+def test_nobody_but_writers_waits_for_another_process_with_the_index(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tiers, "REFRESH_SECONDS", 0.0)
+    tier = DiskTier(tmp_path, 1000)
+    tier.put(key(1), content(1))
+    other = sqlite3.connect(tmp_path / INDEX, isolation_level=None)
+    with ThreadPoolExecutor(1) as pool:
+        other.execute("BEGIN IMMEDIATE")
+        writing = pool.submit(tier.put, key(2), content(2))
+        while not tier._writing.locked():
+            time.sleep(0.001)
+        tier.refresh()
+        assert (key(1) in tier, key(2) in tier, tier.path(key(3))) == (True, False, [])
+        assert tier.get(key(1)) == content(1)
+        assert not writing.done()
+        other.execute("ROLLBACK")
+        writing.result()
+    assert tier.get(key(2)) == content(2)
+    other.close()
+    tier.close()
+
+
+def test_what_the_index_cannot_take_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tiers, "WAIT_SECONDS", 0.0)
+    tier = DiskTier(tmp_path, 1000)
+    other = sqlite3.connect(tmp_path / INDEX, isolation_level=None)
+    other.execute("BEGIN IMMEDIATE")
+    tier.put(key(1), content(1))
+    assert (files(tmp_path), tier.num_bad) == ([], 1)
+    other.close()
+    tier.put(key(1), content(1))
+    assert tier.get(key(1)) == content(1)
+    tier.close()
 
 
 def test_a_disk_that_cannot_be_written_keeps_nothing(tmp_path: Path) -> None:
