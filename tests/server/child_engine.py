@@ -19,6 +19,7 @@ from octavo.server_settings import ServerSettings
 from octavo.types import Output, Request
 from octavo_server.engines.async_engine import AsyncEngine
 from tests.server.fake_engine import expected
+from tests.server.forked_engine import forked
 
 ROOT = Path(__file__).parents[2]
 SLOW = {"step_seconds": 0.003}
@@ -62,13 +63,14 @@ def command(module: str = "fake_engine") -> list[str]:
     return [sys.executable, "-c", code + f"engine_process.main(build={module}.build)"]
 
 
-def make_engine(timeout: float = 30.0, **knobs: Any) -> AsyncEngine:
-    return AsyncEngine(make_config(timeout, **knobs), command())
+def make_engine(timeout: float = 30.0, argv: list[str] | None = None, **knobs: Any) -> AsyncEngine:
+    return AsyncEngine(make_config(timeout, **knobs), argv or forked())
 
 
 @asynccontextmanager
-async def running(timeout: float = 30.0, **knobs: Any) -> AsyncIterator[AsyncEngine]:
-    engine = make_engine(timeout, **knobs)
+async def running(timeout: float = 30.0, argv: list[str] | None = None, **knobs: Any) -> AsyncIterator[AsyncEngine]:
+    """An engine whose processes are forked, unless ``argv`` is another command."""
+    engine = make_engine(timeout, argv, **knobs)
     await engine.start()
     try:
         yield engine

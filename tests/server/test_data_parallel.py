@@ -18,7 +18,8 @@ from octavo.types import Request
 from octavo_fleet import data_parallel
 from octavo_fleet.data_parallel import DataParallelEngine, environments_of
 from tests.oracle import expected_output
-from tests.server.child_engine import Recorder, command, finish, kill, until
+from tests.server.child_engine import Recorder, finish, kill, until
+from tests.server.forked_engine import forked
 from tests.server.oracle_engine import BLOCK_SIZE
 
 SIZE = 3
@@ -27,7 +28,7 @@ SIZE = 3
 @asynccontextmanager
 async def running(**settings: object) -> AsyncIterator[DataParallelEngine]:
     config = ServeConfig.from_flat({"model": "x", "seed": 1, "data_parallel_size": SIZE, **settings})
-    engine = DataParallelEngine(config, command("oracle_engine"))
+    engine = DataParallelEngine(config, forked("oracle_engine"))
     await engine.start()
     try:
         yield engine

@@ -17,7 +17,7 @@ from octavo import errors
 from octavo.system import process_exit as endings
 from octavo.weights.adapter_files import FILES, digest
 from octavo_server.engines import supervisor
-from tests.server.child_engine import ROOT, SLOW, assert_right, finish, kill, make_engine, running, send, until
+from tests.server.child_engine import ROOT, SLOW, assert_right, command, finish, kill, make_engine, running, send, until
 from tests.server.fake_engine import expected
 from tests.tiers import nightly_after
 
@@ -354,7 +354,7 @@ def test_an_engine_is_restarted_while_all_other_descriptors_are_taken() -> None:
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
 
     async def main() -> None:
-        async with running(**SLOW) as engine:
+        async with running(argv=command(), **SLOW) as engine:  # a new process takes some descriptors
             taken: list[int] = []
             resource.setrlimit(resource.RLIMIT_NOFILE, (max(map(int, os.listdir("/proc/self/fd"))) + 4, before[1]))
             try:

@@ -21,7 +21,7 @@ from octavo.types import Output, Request, TokenLogprobs
 from octavo_server.engines.async_engine import AsyncEngine
 from octavo_server.engines.live_request import LiveRequest
 from tests.oracle import VOCAB_SIZE, digest, empty_digest, expected_output, logprob_at
-from tests.server.child_engine import command
+from tests.server.forked_engine import forked
 from tests.tiers import nightly_after
 
 NUM_KILLS = int(os.environ.get("OCTAVO_KILLS", "5"))
@@ -82,7 +82,7 @@ def test_random_kills_change_no_token_and_no_logprob(depth: int) -> None:
     rng = random.Random(depth)
 
     async def main() -> None:
-        engine = AsyncEngine(ServeConfig(model=ModelSettings(seed=depth)), command("oracle_engine"))
+        engine = AsyncEngine(ServeConfig(model=ModelSettings(seed=depth)), forked("oracle_engine"))
         await engine.start()
         streams = []
         for death in range(NUM_KILLS):

@@ -20,8 +20,9 @@ from octavo.telemetry.metrics import Metrics
 from octavo.text.tokenizer import Tokenizer
 from octavo_fleet.several_models import GIB, ModelGroup, check_several, choose_sleeper
 from octavo_server.app import Served, create_app
-from tests.server.child_engine import assert_right, command, finish, kill, send, until
+from tests.server.child_engine import assert_right, finish, kill, send, until
 from tests.server.conftest import AppServer
+from tests.server.forked_engine import forked
 from tests.server.in_process import InProcessEngine
 
 NAMES = ("one", "two", "three")
@@ -38,7 +39,7 @@ def configs(**knobs: Any) -> list[ServeConfig]:
 
 @asynccontextmanager
 async def running(**knobs: Any) -> AsyncIterator[ModelGroup]:
-    group = ModelGroup(configs(**knobs), command())
+    group = ModelGroup(configs(**knobs), forked())
     await group.start()
     try:
         yield group
@@ -102,7 +103,7 @@ def test_a_model_that_is_always_busy_makes_room_for_one_that_waits() -> None:
 
 def test_settings_are_checked() -> None:
     async def main() -> None:
-        group = ModelGroup(configs(memory=2 * GIB), command())
+        group = ModelGroup(configs(memory=2 * GIB), forked())
         with pytest.raises(ConfigError, match=r"models_memory_budget: three alone takes 2\.00 GiB, the bound is 1\.00"):
             await group.start()
         await group.stop(0)

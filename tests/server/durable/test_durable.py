@@ -297,11 +297,11 @@ import sys
 from octavo.config import ServeConfig
 from octavo_server.front import serving
 from octavo.text import tokenizer
-from tests.server.child_engine import command
+from tests.server.forked_engine import forked
 serving.with_local_model = lambda config: config
 tokenizer.load_tokenizer = lambda path: None
 settings = {"model": '{"step_seconds": 0.003}', "port": 0, "journal": sys.argv[1]}
-sys.exit(serving.run(ServeConfig.from_flat(settings), command()))
+sys.exit(serving.run(ServeConfig.from_flat(settings), forked()))
 """
 
 

@@ -103,14 +103,14 @@ import sys
 from octavo.config import ServeConfig
 from octavo_server.front import serving
 from octavo.text import tokenizer
-from tests.server.child_engine import command
+from tests.server.forked_engine import forked
 from tests.server.fake_engine import VOCAB
 from tests.server.in_process import byte_tokenizer
 serving.with_local_model = lambda config: config
 tokenizer.load_tokenizer = lambda path: byte_tokenizer(words=tuple(f"w{i}" for i in range(VOCAB)))
 model = '{"step_seconds": 0.003}'
 settings = {"model": model, "port": 0, "journal": sys.argv[1] + "/journal", "state_dir": sys.argv[1] + "/state"}
-sys.exit(serving.run(ServeConfig.from_flat(settings), command()))
+sys.exit(serving.run(ServeConfig.from_flat(settings), forked()))
 """
 
 
