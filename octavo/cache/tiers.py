@@ -231,9 +231,10 @@ class DiskTier:
         if (now := time.monotonic()) < self._next_refresh:
             return
         self._next_refresh = now + REFRESH_SECONDS
-        select = "SELECT rowid, key, size FROM blocks WHERE rowid > ? ORDER BY rowid"
+        is_valid = "typeof(key) = 'blob' AND size BETWEEN 0 AND ?"  # numbers come before all else
+        select = f"SELECT rowid, key, size FROM blocks WHERE rowid > ? AND {is_valid} ORDER BY rowid"
         with self._lock, contextlib.suppress(sqlite3.Error):
-            for row, name, size in self._known.execute(select, (self._last_row,)):
+            for row, name, size in self._known.execute(select, (self._last_row, self.capacity)):
                 self._last_row = row
                 if name not in self._sizes:
                     self._sizes[name] = size

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -190,6 +191,19 @@ def test_a_damaged_index_is_begun_anew(tmp_path: Path) -> None:
     tier = DiskTier(tmp_path, 1000)
     tier.put(key(1), content(1))
     assert tier.get(key(1)) == content(1)
+
+
+@pytest.mark.parametrize("row", [(key(2), "x"), (key(2), b"9"), (key(2), -400), (key(2), 10**12), ("x", 9)], ids=repr)
+def test_a_damaged_row_of_the_index_is_ignored(tmp_path: Path, row: tuple[Any, Any]) -> None:
+    tier = DiskTier(tmp_path, 1000)
+    tier.put(key(1), content(1))
+    tier.close()
+    index = sqlite3.connect(tmp_path / INDEX, isolation_level=None)
+    index.execute("INSERT INTO blocks VALUES (?, ?)", row)
+    index.close()
+    tier = DiskTier(tmp_path, 1000)
+    assert (tier.num_bytes, tier.get(key(1)), tier.get(key(2))) == (100, content(1), None)
+    tier.close()
 
 
 def test_nobody_but_writers_waits_for_another_process_with_the_index(
