@@ -18,7 +18,7 @@ from multiprocessing.connection import Connection
 from typing import NoReturn
 
 from octavo.errors import CANCELLATIONS, OctavoError, RanksLost
-from octavo.system.collector import importing
+from octavo.system.garbage_collection import importing
 
 
 class EngineGone(Exception):
@@ -61,7 +61,7 @@ def _run(connection: Connection, memory_descriptor: int, check: Callable[[], Non
         from octavo.config import EngineConfig
         from octavo.ops.device_backend import IDLE, WORKS, backend_of
         from octavo.plugins import CPU
-        from octavo.runtime.memory import Limits
+        from octavo.runtime.memory_budget import Limits
         from octavo.runtime.ranks.rank_executor import Follower, RankExecutor
         from octavo.runtime.ranks.start_messages import (
             RankFailed,

@@ -175,7 +175,7 @@ class Table:
 
     def visit(self, stage: Stage) -> None:
         """Build the engine of a stage, warm it up, and let it serve the requests."""
-        from octavo.runtime.memory import DEFAULTS
+        from octavo.runtime.memory_budget import DEFAULTS
 
         work = self.work
         engine, info = build_engine(configured(self.config, work, stage, DEFAULTS[self.device].block_size))

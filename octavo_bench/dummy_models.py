@@ -25,8 +25,8 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from octavo.errors import CheckpointError, ConfigError
 from octavo.models.meta_model import Outline
 from octavo.models.registry import load_model, read_config
+from octavo.quant.checkpoint_tensors import Part
 from octavo.quant.stored.stored_weight import WeightFormat
-from octavo.quant.tensors import Part
 from octavo.weights.dummy import DummyCheckpoint
 from octavo.weights.safetensors import read_configs
 from octavo_fleet.sim.shapes import SHAPES

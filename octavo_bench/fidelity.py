@@ -32,12 +32,12 @@ from octavo.engine.timing.step_times import REST, TimedRunner
 from octavo.errors import ConfigError
 from octavo.types import EngineInfo, Request
 from octavo_bench.offline import about_engine, build_prepared
+from octavo_fleet.sim.client_metrics import LatencyTargets, Ledger, RequestProgress
 from octavo_fleet.sim.clock import START
 from octavo_fleet.sim.costs.cost_model import CostModel
 from octavo_fleet.sim.costs.fitted import Fitted, fit
 from octavo_fleet.sim.jobs import Job, Lengths, Workload
 from octavo_fleet.sim.replica import ReplicaSizes
-from octavo_fleet.sim.report import LatencyTargets, Ledger, RequestProgress
 from octavo_fleet.sim.simulate import Fleet, Simulation
 from octavo_fleet.sim.workloads import ClosedLoop, Profile, Sessions
 

@@ -28,7 +28,7 @@ from octavo.engine.engine import Engine
 from octavo.engine.runner.graph_dispatcher import PREPARING
 from octavo.errors import ConfigError
 from octavo.sampling_params import SamplingParams
-from octavo.system.collector import leave_out_what_exists
+from octavo.system.garbage_collection import leave_out_what_exists
 from octavo.types import EngineInfo, Output, Request
 from octavo.weights.checkpoint import open_checkpoint
 from octavo.weights.hub import resolve_model

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import httpx
 
-from octavo.cache.tiers import INDEX
+from octavo.cache.offload_tiers import INDEX
 from octavo_bench.chaos.processes import session
 from octavo_bench.chaos.tiny_model import write_tiny_model
 from octavo_bench.dummy_models import write_weights

@@ -26,12 +26,12 @@ from torch import Tensor
 from octavo.build.device_settings import resolve_device, resolve_kv_dtype, weight_format
 from octavo.config import EngineConfig, ModelSettings, to_flat
 from octavo.errors import ConfigError
-from octavo.models.config import ModelConfig
 from octavo.models.layer_cache import kv_groups
+from octavo.models.model_config import ModelConfig
 from octavo.models.registry import LoadedModel, load_model, read_config
 from octavo.ops.attention.attention import GroupRows, PagedRows
+from octavo.quant.checkpoint_tensors import TensorSource
 from octavo.quant.stored.stored_weight import WeightFormat
-from octavo.quant.tensors import TensorSource
 from octavo.runtime.kv_storage import KVStorage
 from octavo.text.tokenizer import Tokenizer, load_tokenizer
 from octavo.weights.checkpoint import open_checkpoint

@@ -9,7 +9,7 @@ from starlette.responses import Response
 
 from octavo.errors import ConfigError, InvalidParameter
 from octavo_server.http.endpoint import Endpoint
-from octavo_server.http.sse import json_response
+from octavo_server.http.response import json_response
 from octavo_server.services import common_services_of
 
 

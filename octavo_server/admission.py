@@ -42,7 +42,7 @@ from octavo.text.tokenizer import Sequences, Tokenizer, banned_sequences, check_
 from octavo.types import KVTransfer, Request, Task, ThinkingBudget
 from octavo_server.engines.engine_client import EngineClient
 from octavo_server.generation import Generation, Prompt
-from octavo_server.http.errors import RETRY_AFTER_SECONDS
+from octavo_server.http.error_responses import RETRY_AFTER_SECONDS
 from octavo_server.image_files import ImageFiles, Part, ReadFile
 from octavo_server.tenants.api_keys import Caller, has_share
 from octavo_server.tenants.turn_queue import Places

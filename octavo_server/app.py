@@ -41,7 +41,7 @@ from octavo_server.dialects.native import (
     token_ids,
 )
 from octavo_server.dialects.ollama import endpoints as ollama
-from octavo_server.dialects.ollama import models as ollama_models
+from octavo_server.dialects.ollama import model_endpoints as ollama_models
 from octavo_server.dialects.openai import (
     chat,
     classification,
@@ -54,7 +54,7 @@ from octavo_server.dialects.openai import (
 )
 from octavo_server.dialects.responses import conversations
 from octavo_server.dialects.responses import endpoints as responses
-from octavo_server.dialects.responses.background import BackgroundResponses
+from octavo_server.dialects.responses.background_responses import BackgroundResponses
 from octavo_server.dialects.tei import endpoints as tei
 from octavo_server.durable import endpoints as durable
 from octavo_server.durable.background_jobs import BackgroundJobs
@@ -63,10 +63,10 @@ from octavo_server.durable.store import Store
 from octavo_server.engines.engine_client import EngineClient, Monitored
 from octavo_server.front.takeover import Predecessor
 from octavo_server.http.endpoint import Endpoint, openapi_document
-from octavo_server.http.errors import ErrorForm, on_http_exception, on_request_error
+from octavo_server.http.error_responses import ErrorForm, on_http_exception, on_request_error
 from octavo_server.http.middleware import AllowedHosts, AllowedOrigins, RequestMiddleware
 from octavo_server.http.request_body import BodyReceiver
-from octavo_server.http.sse import json_response
+from octavo_server.http.response import json_response
 from octavo_server.model_name import served_model_names
 from octavo_server.observe import probes
 from octavo_server.observe import timeline_routes as explanations

@@ -22,7 +22,7 @@ from octavo.text.tokenizer import Tokenizer
 from octavo.types import FinishReason, ImageInput, KVTransfer, Output, TokenLogprobs
 from octavo.types import Request as EngineRequest
 from octavo_server.engines.engine_client import FIRST_WEIGHTS
-from octavo_server.http.errors import UnexpectedError
+from octavo_server.http.error_responses import UnexpectedError
 from octavo_server.tenants.api_keys import Account
 
 logger = logging.getLogger(__name__)

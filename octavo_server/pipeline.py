@@ -22,9 +22,9 @@ from octavo.errors import RequestError
 from octavo_server.admission import ClientRequest
 from octavo_server.generation import IDEMPOTENCY_KEY, EventWriter, GeneratedChoice, Generation
 from octavo_server.http.endpoint import Endpoint
-from octavo_server.http.errors import ERROR, ErrorForm
+from octavo_server.http.error_responses import ERROR, ErrorForm
 from octavo_server.http.request_body import BodyDecoder
-from octavo_server.http.sse import EventStream, encode, finished_choices, json_response
+from octavo_server.http.response import EventStream, encode, finished_choices, json_response
 from octavo_server.services import Body, ModelServices, server_of
 
 WEIGHT_VERSION = "x-octavo-weight-version"

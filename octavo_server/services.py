@@ -25,7 +25,7 @@ from octavo_server.durable.store import Store
 from octavo_server.engines.engine_client import EngineClient, Monitored
 from octavo_server.engines.request_table import had_grammars
 from octavo_server.generation import Generation
-from octavo_server.http.errors import UnknownParameter, printable
+from octavo_server.http.error_responses import UnknownParameter, printable
 from octavo_server.http.request_body import BodyDecoder, BodyReceiver
 from octavo_server.tenants.api_keys import Keys, caller_of
 

@@ -14,8 +14,8 @@ from starlette.responses import Response
 from octavo.errors import InvalidParameter
 from octavo_server.engines.engine_client import EngineClient, SleepMode
 from octavo_server.http.endpoint import Endpoint
-from octavo_server.http.errors import MissingParameter, UnsupportedParameter
-from octavo_server.http.sse import json_response
+from octavo_server.http.error_responses import MissingParameter, UnsupportedParameter
+from octavo_server.http.response import json_response
 from octavo_server.services import asked_services_of, server_of
 
 LEVELS = ("1", "2")

@@ -21,10 +21,10 @@ from octavo.server_settings import ServerSettings
 from octavo.types import DropTensors, JoinGroup, ReceiveTensors
 from octavo_server.engines.engine_client import SleepMode
 from octavo_server.http.endpoint import Endpoint
-from octavo_server.http.errors import MissingParameter, UnsupportedParameter, printable
+from octavo_server.http.error_responses import MissingParameter, UnsupportedParameter, printable
 from octavo_server.http.middleware import LOOPBACK
 from octavo_server.http.request_body import BodyDecoder
-from octavo_server.http.sse import json_response
+from octavo_server.http.response import json_response
 from octavo_server.services import Body, ModelServices, asked_services_of, server_of
 from octavo_server.tenants.api_keys import Keys
 

@@ -77,7 +77,7 @@ TORCH_FREE = {
 TORCH_FREE_FILES = {
     "weights/gguf/gguf_reader.py",
     "weights/adapter_files.py",
-    "weights/gguf/blocks.py",
+    "weights/gguf/block_formats.py",
     "weights/hub.py",
     "weights/default_model.py",
 }
@@ -244,7 +244,7 @@ def test_sizes_hold_around_the_core() -> None:
         ("models/llama.py", "from octavo.types import Plan, EngineInfo", "knows of Plan"),
         ("cache/kv_cache.py", "from octavo.ops import attention", "imports ops"),
         ("weights/gguf.py", "from octavo.cache import node", "imports cache"),
-        ("types.py", "from octavo.telemetry.events import EventLog", "imports telemetry"),
+        ("types.py", "from octavo.telemetry.request_events import EventLog", "imports telemetry"),
         ("layers/linear.py", "from octavo.models.llama import LlamaForCausalLM", "imports models"),
         ("llm/llm.py", "from octavo.cli import main", "imports cli"),
         ("engine/scheduler.py", "    import torch", "imports torch"),

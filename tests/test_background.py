@@ -9,7 +9,7 @@ import pytest
 
 ENDING = """
 import time
-from octavo.system.background import BackgroundPool, start_thread, stop_if_ending
+from octavo.system.background_threads import BackgroundPool, start_thread, stop_if_ending
 
 def give():
     with BackgroundPool(1) as pool:

@@ -58,7 +58,7 @@ BOUNDS = {
     "files that a chat request enters": Bound(29, 4),
     "files that a request enters in the engine process": Bound(47, 4),
     "folders with many loose files": Bound(0, 0),
-    "names of several modules": Bound(53, 6),
+    "names of several modules": Bound(37, 4),
     "class names of several modules": Bound(20, 3),
 }
 

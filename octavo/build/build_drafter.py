@@ -15,7 +15,6 @@ from octavo.config import EngineConfig
 from octavo.engine.speculative.proposer import DeviceDrafts, NgramProposer, Proposer
 from octavo.engine.speculative.suffix import SuffixProposer
 from octavo.errors import CheckpointError, ConfigError
-from octavo.models.config import ModelConfig
 from octavo.models.drafters.dflash import DFlashModel, DFlashSettings
 from octavo.models.drafters.eagle3 import Eagle3Head
 from octavo.models.drafters.head import DraftHead
@@ -23,13 +22,14 @@ from octavo.models.drafters.mtp import MTPHead
 from octavo.models.encoder import EncoderConfig
 from octavo.models.in_place import overwrite
 from octavo.models.layer_cache import LayerCacheSpec
+from octavo.models.model_config import ModelConfig
 from octavo.models.mtp_names import mtp_prefixes
 from octavo.models.multimodal_text import TextPart
 from octavo.models.registry import LoadedModel, load_model, read_config
 from octavo.ops.collective import Collective
 from octavo.ops.device_backend import is_gpu
+from octavo.quant.checkpoint_tensors import TensorSource
 from octavo.quant.stored.stored_weight import WeightFormat
-from octavo.quant.tensors import TensorSource
 from octavo.runtime.drafting.drafter import Drafter
 from octavo.runtime.drafting.drafters import BlockDrafter, HeadDrafter, ModelDrafter, WholeLogits
 from octavo.runtime.executors.forward import make_forward

@@ -34,7 +34,7 @@ from octavo.plugins import CPU
 from octavo.quant.stored.stored_weight import WeightFormat
 from octavo.runtime.executors.encoder_executor import EncoderExecutor
 from octavo.runtime.executors.pooler import ROWS_AT_ONCE, Pooler
-from octavo.runtime.memory import keep_freed
+from octavo.runtime.memory_budget import keep_freed
 from octavo.types import EngineInfo, Task
 from octavo.weights.checkpoint import Checkpoint
 

@@ -46,11 +46,11 @@ from octavo.engine.speculative.draft_choice import DraftChoice
 from octavo.engine.speculative.speculation import Speculation
 from octavo.engine.timing.step_times import logged
 from octavo.errors import ConfigError
-from octavo.models.config import ModelConfig
 from octavo.models.config_checks import check_dummy, check_sizes, eos_token_ids
 from octavo.models.encoder import EncoderConfig
 from octavo.models.meta_model import outline
 from octavo.models.model_adapters import ModelAdapters, load_with_adapters
+from octavo.models.model_config import ModelConfig
 from octavo.models.multimodal_text import overridden_config
 from octavo.models.pooling import Pooling, read_pooling
 from octavo.models.registry import LoadedModel, read_config
@@ -60,7 +60,7 @@ from octavo.ops.collective import Collective
 from octavo.ops.device_backend import Check, RankMemory, SharedMemory, backend_of, is_gpu
 from octavo.plugins import CPU, GPU
 from octavo.quant.stored.stored_weight import WeightFormat, dtype_name
-from octavo.runtime import memory
+from octavo.runtime import memory_budget
 from octavo.runtime.drafting.optional_acceptance import Verify, rule
 from octavo.runtime.executors.expert_moves import ExpertMoves
 from octavo.runtime.executors.pooler import Pooler
@@ -167,7 +167,7 @@ def build_engine(
     return Engine(scheduler, balanced, grammars, lora, sleeper, weights, depth), info
 
 
-def _depth(config: EngineConfig, device: torch.device, limits: memory.Limits, method: Method | None) -> int:
+def _depth(config: EngineConfig, device: torch.device, limits: memory_budget.Limits, method: Method | None) -> int:
     """Steps in flight: one for each stage of a single rank, but one if drafts can be rejected and there is recurrent
     state, as the next begins with it."""
     waits = limits.states is not None and method is not None
@@ -179,8 +179,8 @@ def _info(
     model: ModelConfig,
     loaded: LoadedModel,
     form: WeightFormat,
-    limits: memory.Limits,
-    budget: memory.MemoryBudget,
+    limits: memory_budget.Limits,
+    budget: memory_budget.MemoryBudget,
     settings: ModelSettings,
     eos_token_ids: tuple[int, ...],
     defaults: dict[str, int | float],
@@ -221,7 +221,7 @@ def _info(
 
 
 def build_rank(
-    config: EngineConfig, ranks: RankMemory, check: Check, settle: Callable[[int], memory.Limits]
+    config: EngineConfig, ranks: RankMemory, check: Check, settle: Callable[[int], memory_budget.Limits]
 ) -> Executor:
     """Load the part of a rank but the first, and make its executor; errors as for ``build_engine``.
 
@@ -244,7 +244,7 @@ def build_rank(
         gc.collect()
         vision = load_vision(config, path, checkpoint, model_config, form)
         model_config = keeping_routes(model_config, loaded.model, config.model.enable_return_routed_experts)
-        limits = settle(memory.free_memory(device, config.cache.gpu_memory_utilization))
+        limits = settle(memory_budget.free_memory(device, config.cache.gpu_memory_utilization))
         storage = make_storage(model_config, loaded, limits, config, form, collective, drafting.cache)
         drafter, vocab_size = drafting.start(storage), model_config.vocab_size
         updates = _updates(config, model_config, checkpoint, form, loaded, collective, vision, drafting)
@@ -322,14 +322,14 @@ def _settle(
     ranks: Ranks,
     drafting: LoadedDrafter,
     vision: Vision | None,
-) -> tuple[memory.Limits, memory.MemoryBudget]:
+) -> tuple[memory_budget.Limits, memory_budget.MemoryBudget]:
     """The limits of all ranks, each of which has so many bytes of weights, and as many of a drafter."""
     gc.collect()
-    free = ranks.least_free(memory.free_memory(form.device, config.cache.gpu_memory_utilization))
+    free = ranks.least_free(memory_budget.free_memory(form.device, config.cache.gpu_memory_utilization))
     both = Counter(weights) + Counter({dtype_name(form.dtype): drafting.num_bytes})
     if vision is not None:
         both, free = both + vision.weight_bytes, free - vision.num_bytes
-    limits, budget = memory.plan_memory(
+    limits, budget = memory_budget.plan_memory(
         config,
         model,
         kv_dtype=kv_dtype,
@@ -397,7 +397,7 @@ def _connect_blocks(
     if cache.states is not None:
         cache.states.copy = blocks.copy_state
     longest = min(info.num_kv_blocks, -(-info.max_model_len // storage.block_size))
-    room = default_room(blocks, longest, memory.free_memory(torch.device("cpu"), 1.0))
+    room = default_room(blocks, longest, memory_budget.free_memory(torch.device("cpu"), 1.0))
     if (offload := make_offload(settings, blocks, storage.block_size, model, forms, room)) is not None:
         cache.use_offload(offload)
     if not info.changes_weights:
@@ -411,7 +411,7 @@ def read_model(
     """See ``configured_model``; random weights that would not fit are refused."""
     config, model, form = configured_model(config, path, checkpoint, device)
     if checkpoint.is_dummy and model_backend(config.model) is None:
-        free = memory.free_memory(device, config.cache.gpu_memory_utilization)
+        free = memory_budget.free_memory(device, config.cache.gpu_memory_utilization)
         check_dummy(
             model, checkpoint, form, config.model.tensor_parallel_size, config.model.pipeline_parallel_size, free
         )
@@ -479,7 +479,7 @@ def _updates(
     return WeightUpdates(config.model, model, checkpoint, form, loaded, collective, drafting.update)
 
 
-def _cache(settings: CacheSettings, limits: memory.Limits) -> KVCache:
+def _cache(settings: CacheSettings, limits: memory_budget.Limits) -> KVCache:
     groups = zip(limits.groups, limits.num_blocks, strict=True)
     return KVCache(
         [GroupSize(num_blocks, group.window) for group, num_blocks in groups],
@@ -511,7 +511,7 @@ def _forms(form: WeightFormat, info: EngineInfo, storage: KVStorage, config: Eng
 
 def _scheduler(
     config: EngineConfig,
-    limits: memory.Limits,
+    limits: memory_budget.Limits,
     method: Method | None,
     images: ImageSettings | None,
     rope_sets: RopeSets | None,

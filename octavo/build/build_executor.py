@@ -11,14 +11,14 @@ import torch
 from octavo.build.build_vision import Vision
 from octavo.build.device_settings import resolve_kv_dtype
 from octavo.config import EngineConfig, ModelSettings
-from octavo.models.config import ModelConfig
 from octavo.models.layer_cache import LayerCacheSpec, own_cache, rank_cache, with_routes
 from octavo.models.model_adapters import ModelAdapters
+from octavo.models.model_config import ModelConfig
 from octavo.models.registry import CausalLM, LoadedModel
 from octavo.models.weight_updates import WeightUpdates
 from octavo.ops.collective import Collective, ContextRanks
 from octavo.quant.stored.stored_weight import WeightFormat
-from octavo.runtime import memory
+from octavo.runtime import memory_budget
 from octavo.runtime.drafting.drafter import Drafter
 from octavo.runtime.drafting.optional_acceptance import Verify
 from octavo.runtime.executors.embedding_pool import EmbeddingPool
@@ -41,7 +41,7 @@ logger = logging.getLogger(__name__)
 def make_storage(
     model: ModelConfig,
     loaded: LoadedModel,
-    limits: memory.Limits,
+    limits: memory_budget.Limits,
     config: EngineConfig,
     form: WeightFormat,
     collective: Collective,
@@ -78,7 +78,7 @@ def make_storage(
 
 
 def step_limits(
-    limits: memory.Limits,
+    limits: memory_budget.Limits,
     model: ModelConfig,
     method: Method | None = None,
     drafter: Drafter | None = None,

@@ -17,14 +17,14 @@ from octavo.engine.sequence_images import ImageSettings
 from octavo.errors import CheckpointError
 from octavo.images.families import read_processor
 from octavo.images.processors import ImageProcessor
-from octavo.models.config import ModelConfig
 from octavo.models.meta_model import Outline
+from octavo.models.model_config import ModelConfig
 from octavo.models.registry import CausalLM
 from octavo.models.vision.tower import Pixels, Tower, VisionConfig
 from octavo.models.vision.towers import LoadedTower, connect, load_tower, read_vision
 from octavo.plugins import GPU
+from octavo.quant.checkpoint_tensors import TensorSource
 from octavo.quant.stored.stored_weight import WeightFormat
-from octavo.quant.tensors import TensorSource
 from octavo.runtime.executors.embedding_pool import GRAPH_PIXELS, EmbeddingPool, pool_bytes
 from octavo.steps.limits import StepLimits
 from octavo.weights.checkpoint import Checkpoint

@@ -20,9 +20,9 @@ from octavo.ops.attention.cached_rows import INT4, VECTOR
 from octavo.ops.device_backend import backend_of
 from octavo.plugins import CPU, GPU
 from octavo.quant.methods import weights_method
-from octavo.quant.stored.blocks import without_kernel
+from octavo.quant.stored.block_weight import without_kernel
 from octavo.quant.stored.stored_weight import WeightFormat
-from octavo.runtime.memory import release_unused
+from octavo.runtime.memory_budget import release_unused
 from octavo.system.cpus import default_num_threads
 from octavo.weights.checkpoint import Checkpoint
 from octavo.weights.dtypes import DTYPES, stated_dtype

@@ -8,7 +8,7 @@ from pathlib import Path
 from octavo import plugins
 from octavo.cache.held_blocks import HeldBlocks
 from octavo.cache.offload import BlockStore, Identity, Offload
-from octavo.cache.tiers import DiskTier, HostTier
+from octavo.cache.offload_tiers import DiskTier, HostTier
 from octavo.config import CacheSettings
 from octavo.weights.gguf.split_files import parts_of
 

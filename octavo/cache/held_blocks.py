@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from typing import NamedTuple
 
-from octavo.cache.tiers import Content
+from octavo.cache.offload_tiers import Content
 from octavo.errors import OctavoError
 
 READ_SECONDS = 30.0

@@ -24,9 +24,9 @@ from octavo.cache.group_cache import GroupCache, GroupSize
 from octavo.cache.kv_events import KVEvents
 from octavo.cache.node import Node
 from octavo.cache.offload import Offload
+from octavo.cache.offload_tiers import Content
 from octavo.cache.sessions import MAX_BRANCHES, Sessions, live
 from octavo.cache.state_cache import StateCache
-from octavo.cache.tiers import Content
 from octavo.errors import ConfigError
 from octavo.steps.limits import StateSize
 from octavo.types import GroupBlocks, KVTransfer, Plan, Sequence

@@ -36,7 +36,7 @@ import numpy as np
 from octavo.cache.held_blocks import BlockToHold, HeldBlocks
 from octavo.cache.kv_channel import Fetcher, HoldingServer
 from octavo.cache.node import Node, as_digest, folded
-from octavo.cache.tiers import Content, CopyRate, DiskTier, HostTier
+from octavo.cache.offload_tiers import Content, CopyRate, DiskTier, HostTier
 from octavo.system.channel import ChannelError
 from octavo.system.cpus import num_cpus
 from octavo.types import KVTransfer, Sequence, Tokens

@@ -33,8 +33,8 @@ from collections.abc import Sequence as Several
 
 from octavo.cache.node import Node
 from octavo.cache.offload import Offload
+from octavo.cache.offload_tiers import Content
 from octavo.cache.radix_tree import RadixTree
-from octavo.cache.tiers import Content
 from octavo.steps.limits import StateSize
 from octavo.types import HeldState, Sequence
 

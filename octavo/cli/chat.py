@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from octavo.cli.sampling import add_sampling, sampling_values
+from octavo.cli.sampling_flags import add_sampling, sampling_values
 from octavo.cli.settings import add_settings, flag_name, from_flags, load_config
 from octavo.cli.terminal import note, table, write
 from octavo.config import EngineConfig, settings, to_flat

@@ -37,7 +37,7 @@ class Quantity(NamedTuple):
 def _memory() -> float:
     import torch
 
-    from octavo.runtime.memory import free_memory
+    from octavo.runtime.memory_budget import free_memory
 
     return free_memory(torch.device("cpu"), 1.0) / GIB
 
@@ -193,7 +193,7 @@ def _machine(config: EngineConfig) -> Iterator[str]:
     from octavo.build.device_settings import resolve_device
     from octavo.ops.device_backend import backend_of
     from octavo.plugins import CPU, GPU
-    from octavo.runtime.memory import free_memory
+    from octavo.runtime.memory_budget import free_memory
     from octavo.system.cpus import num_hardware_threads, num_physical_cores
 
     cores, threads = num_physical_cores(), num_hardware_threads()
@@ -222,7 +222,7 @@ def _model(config: EngineConfig) -> Iterator[str]:
         yield "not loaded: the default model is not downloaded yet, and no other is given"
         return
     from octavo.build.build_engine import build_engine
-    from octavo.runtime.memory import MemoryBudget
+    from octavo.runtime.memory_budget import MemoryBudget
 
     _, info = build_engine(config)
     yield _row("name", name)

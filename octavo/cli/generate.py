@@ -8,7 +8,7 @@ import time
 
 import msgspec
 
-from octavo.cli.sampling import add_sampling, sampling_values
+from octavo.cli.sampling_flags import add_sampling, sampling_values
 from octavo.cli.settings import add_settings, load_config
 from octavo.cli.terminal import note, write
 from octavo.config import EngineConfig, to_flat

@@ -19,12 +19,12 @@ if TYPE_CHECKING:
 
     from octavo.build.build_encoder import EncoderLimits
     from octavo.build.build_vision import Vision
-    from octavo.models.config import ModelConfig
     from octavo.models.encoder import EncoderConfig
     from octavo.models.encoders import LoadedEncoder
+    from octavo.models.model_config import ModelConfig
     from octavo.models.registry import LoadedModel
     from octavo.quant.stored.stored_weight import WeightFormat
-    from octavo.runtime.memory import Limits
+    from octavo.runtime.memory_budget import Limits
     from octavo.weights.checkpoint import Checkpoint
 
 NAME = "models"
@@ -104,7 +104,7 @@ def _check(config: EngineConfig) -> int:
     from octavo.models.meta_model import outline, outlined
     from octavo.models.registry import LoadedModel
     from octavo.models.vision.towers import connect
-    from octavo.runtime import memory
+    from octavo.runtime import memory_budget
     from octavo.runtime.ranks.ranks import check_divides
     from octavo.weights.checkpoint import open_checkpoint
     from octavo.weights.hub import resolve_model
@@ -118,7 +118,7 @@ def _check(config: EngineConfig) -> int:
     has_weights = is_whole and (path.is_file() or any(any(path.glob(pattern)) for pattern in WEIGHTS))
     checkpoint = open_checkpoint(path, config.model.load_format if has_weights else "dummy")
     device = resolve_device(config.model.device)
-    free = memory.free_memory(device, config.cache.gpu_memory_utilization)
+    free = memory_budget.free_memory(device, config.cache.gpu_memory_utilization)
     config, model, form = configured_model(config, path, checkpoint, device)
     if is_whole:
         _check_text(config, path, checkpoint, model)
@@ -160,7 +160,7 @@ def _fit(config: EngineConfig, path: Path, checkpoint: Checkpoint, found: Checke
     from octavo.build.device_settings import resolve_kv_dtype
     from octavo.models.meta_model import largest_stage, outline
     from octavo.ops.device_backend import backend_of
-    from octavo.runtime import memory
+    from octavo.runtime import memory_budget
     from octavo.weights.gguf.split_files import parts_of
 
     model, form, loaded, vision = found
@@ -177,7 +177,7 @@ def _fit(config: EngineConfig, path: Path, checkpoint: Checkpoint, found: Checke
     left = (free // config.model.ranks_per_node if device.type == "cpu" else free) - sum(sizes.values())
     left -= backend_of(device.type).peer_bytes(num_ranks) + of_images
     try:
-        limits, budget = memory.plan_memory(
+        limits, budget = memory_budget.plan_memory(
             config,
             model,
             kv_dtype=resolve_kv_dtype(config.cache.kv_cache_dtype, form, model.cache),

@@ -8,14 +8,14 @@ from concurrent.futures import Future
 from typing import Any
 
 from octavo.cache.kv_events import KVEvent
-from octavo.engine.console_view import view_of
+from octavo.engine.cache_report import view_of
 from octavo.engine.logits_processors import Processors, make_processors
 from octavo.engine.protocols import Adapters, Grammars, Runner, Sleeper, SubmittedStep, WeightChanger
 from octavo.engine.scheduler import Scheduler
 from octavo.engine.timing.schedule_delay import ScheduleDelay
 from octavo.errors import CANCELLATIONS, CheckpointError, InvalidParameter, ModelNotFound, RunnerError
 from octavo.telemetry.cache_view import CacheView, SessionOrder, SessionReport
-from octavo.telemetry.events import Event
+from octavo.telemetry.request_events import Event
 from octavo.types import (
     DropTensors,
     EngineStats,

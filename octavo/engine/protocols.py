@@ -11,7 +11,7 @@ from octavo.cache.kv_events import KVEvent
 from octavo.cache.offload import Identity
 from octavo.config import EngineConfig
 from octavo.telemetry.cache_view import CacheView, SessionOrder, SessionReport
-from octavo.telemetry.events import Event
+from octavo.telemetry.request_events import Event
 from octavo.types import (
     EngineInfo,
     EngineStats,

@@ -19,14 +19,14 @@ from octavo.engine.policies import make_policy
 from octavo.engine.policies.policy import PolicyContext
 from octavo.engine.policies.victims import VICTIMS
 from octavo.engine.runner.route_reading import RouteReading
-from octavo.engine.scheduled import apply_result, error_output, take
 from octavo.engine.sequence_admission import SequenceAdmission
 from octavo.engine.sequence_images import Images, ImageSettings
 from octavo.engine.speculative.speculation import NO_DRAFTS, Drafts, Speculation, num_proposed
+from octavo.engine.stopping import apply_result, error_output, take
 from octavo.engine.timing.step_budget import StepBudget
 from octavo.errors import ConfigError, ContextLengthExceeded, InvalidParameter, RunnerError
 from octavo.steps.limits import RopeSets
-from octavo.telemetry.events import EventLog
+from octavo.telemetry.request_events import EventLog
 from octavo.types import (
     EngineStats,
     FinishReason,

@@ -16,7 +16,7 @@ from octavo.engine.policies.policy import Policy
 from octavo.engine.sequence_images import Images
 from octavo.engine.timing.step_budget import StepBudget
 from octavo.steps.limits import RopeSets
-from octavo.telemetry.events import EventLog
+from octavo.telemetry.request_events import EventLog
 from octavo.types import EngineStats, Sequence, Status
 
 OVERTAKEN = 0.1

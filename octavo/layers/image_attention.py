@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from octavo.layers.attention import attention
-from octavo.layers.heads import Angles
+from octavo.layers.attention_inputs import Angles
 from octavo.ops import apply_rope, rms_norm
 from octavo.ops.attention.attention import MAX_SCRATCH, HeadLayout, LayerCache, PagedRows, Rule, Span, context
 

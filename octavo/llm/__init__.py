@@ -2,7 +2,6 @@
 
 from octavo.engine.beam_search import BeamSearchParams, BeamSearchSequence
 from octavo.llm.beam_search import BeamSearchOutput
-from octavo.llm.engine import Computed, Engine, StepResult
 from octavo.llm.engine_metrics import EngineMetrics, Percentiles
 from octavo.llm.llm import LLM
 from octavo.llm.outputs import (
@@ -15,6 +14,7 @@ from octavo.llm.outputs import (
     RequestOutput,
     ScoringRequestOutput,
 )
+from octavo.llm.stepwise_engine import Computed, Engine, StepResult
 
 __all__ = [
     "LLM",

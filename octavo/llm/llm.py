@@ -48,7 +48,7 @@ from octavo.llm.prompts import (
 )
 from octavo.llm.vllm_arguments import VLLMArguments, adapter_of, check_names, priorities
 from octavo.sampling_params import SamplingParams
-from octavo.system.collector import collecting_seldom
+from octavo.system.garbage_collection import collecting_seldom
 from octavo.text.chat_template import load_chat_template
 from octavo.text.conversation import Conversation
 from octavo.text.embedding_vectors import Floats, check_dimensions, cosine, late_interaction, pairs_of, results_of

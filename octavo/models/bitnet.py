@@ -11,7 +11,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from octavo import ops
-from octavo.layers.heads import StepAngles
+from octavo.layers.attention_inputs import StepAngles
 from octavo.layers.mlp import MLP
 from octavo.layers.norm import RMSNorm
 from octavo.models.config_keys import ConfigKeys

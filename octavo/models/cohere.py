@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import dataclasses
 
-from octavo.models.config import ACTIVATIONS, SLIDING, architecture, read_layer_types
 from octavo.models.config_keys import ConfigKeys
 from octavo.models.decoder import Decoder, read_decoder
-from octavo.models.moe import read_dense_first, read_experts
+from octavo.models.model_config import ACTIVATIONS, SLIDING, architecture, read_layer_types
+from octavo.models.moe_config import read_dense_first, read_experts
 from octavo.models.multimodal_text import plain_rope
 from octavo.models.parts import DecoderConfig, ExpertsPart, HeadNorm, MLPPart, Names, NormPart
 from octavo.ops.moe import Routing

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from octavo.errors import CheckpointError
-from octavo.models.config import ModelConfig
 from octavo.models.meta_model import outline
+from octavo.models.model_config import ModelConfig
 from octavo.models.multimodal_text import TextPart
+from octavo.quant.checkpoint_tensors import TensorSource, check_equal
 from octavo.quant.stored.stored_weight import WeightFormat
-from octavo.quant.tensors import TensorSource, check_equal
 from octavo.weights.checkpoint import Checkpoint
 from octavo.weights.generation_config import token_ids
 from octavo.weights.safetensors import FLOATS

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from octavo.layers.heads import StepAngles
+from octavo.layers.attention_inputs import StepAngles
 from octavo.layers.linear import Linear
 from octavo.layers.mlp import gelu, gelu_tanh, relu
 from octavo.models.bert import BERT, BertModel, read_labels, with_bert_embeddings, with_positions

@@ -13,14 +13,14 @@ from torch import Tensor
 
 from octavo import ops
 from octavo.layers.attention import RankRows
-from octavo.layers.heads import StepAngles, query_scale
+from octavo.layers.attention_inputs import StepAngles, query_scale
 from octavo.layers.mlp import PlainActivation, gelu, gelu_tanh, relu, squared_relu
 from octavo.layers.norm import Norm
 from octavo.layers.rotary import Rotary
-from octavo.models.config import ACTIVATIONS, FULL, layer_windows, read_common, read_layer_types
 from octavo.models.config_keys import ConfigKeys
 from octavo.models.decoder_layer import DecoderLayer
 from octavo.models.loader import WeightLoader
+from octavo.models.model_config import ACTIVATIONS, FULL, layer_windows, read_common, read_layer_types
 from octavo.models.parts import LLAMA, RMS, AttentionPart, DecoderConfig, LayerPart, MLPPart, Names, NormPart
 from octavo.models.rope_keys import RopeContext, longest_context, read_rope, rope_values, rotary_width
 from octavo.ops.attention.attention import LayerCache, PagedRows

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from octavo import ops
 from octavo.layers.attention import RankRows
-from octavo.layers.heads import (
+from octavo.layers.attention_inputs import (
     ClippedHeads,
     JointNorms,
     LateNorms,

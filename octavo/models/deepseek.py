@@ -19,13 +19,13 @@ from typing import Any, Literal, TypeVar
 from torch import Tensor
 
 from octavo.layers.attention import latent_attention
-from octavo.layers.heads import StepAngles, gated
+from octavo.layers.attention_inputs import StepAngles, gated
 from octavo.models.config_keys import ConfigKeys, wrong
 from octavo.models.decoder import NO_WINDOWS, Decoder, read_decoder
 from octavo.models.decoder_layer import DecoderLayer, FeedForward
 from octavo.models.layer_cache import LayerCacheSpec
 from octavo.models.loader import WeightLoader
-from octavo.models.moe import MoESettings, read_dense_first, read_experts
+from octavo.models.moe_config import MoESettings, read_dense_first, read_experts
 from octavo.models.parts import DecoderConfig, ExpertsPart
 from octavo.models.rope_keys import half_split_rows, rope_values, yarn_scale
 from octavo.ops.attention.attention import LayerCache, PagedRows

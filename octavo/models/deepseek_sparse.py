@@ -15,7 +15,7 @@ import numpy as np
 from torch import Tensor
 
 from octavo import ops
-from octavo.layers.heads import Choice, StepAngles
+from octavo.layers.attention_inputs import Choice, StepAngles
 from octavo.layers.linear import Linear
 from octavo.layers.norm import GatedRMSNorm, LayerNorm, Norm
 from octavo.models.config_keys import ConfigKeys, wrong

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from octavo import ops
-from octavo.layers.heads import StepAngles
+from octavo.layers.attention_inputs import StepAngles
 from octavo.layers.moe import MoE
 from octavo.models.config_keys import ConfigKeys, wrong
 from octavo.models.decoder import NO_WINDOWS, Decoder, read_decoder
@@ -31,7 +31,7 @@ from octavo.models.decoder_layer import DecoderLayer
 from octavo.models.layer_cache import LayerCacheSpec
 from octavo.models.linear_parts import MatrixRows
 from octavo.models.loader import WeightLoader
-from octavo.models.moe import read_experts
+from octavo.models.moe_config import read_experts
 from octavo.models.parts import DecoderConfig, ExpertsPart
 from octavo.ops.attention.attention import LayerCache, PagedRows
 from octavo.ops.attention.choose_keys import MOST_SCORES

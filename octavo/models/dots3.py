@@ -15,13 +15,13 @@ from typing import Any
 from torch import Tensor
 
 from octavo import ops
-from octavo.layers.heads import StepAngles
+from octavo.layers.attention_inputs import StepAngles
 from octavo.layers.norm import RMSNorm
-from octavo.models.config import FULL, SLIDING, layer_windows
 from octavo.models.config_keys import ConfigKeys, wrong
 from octavo.models.deepseek import DeepseekConfig, read_latent, with_experts
 from octavo.models.deepseek_sparse import INDEXED, DeepseekV32ForCausalLM, SparseConfig, SparseLayer, read_sparse
 from octavo.models.loader import WeightLoader
+from octavo.models.model_config import FULL, SLIDING, layer_windows
 from octavo.models.parts import DecoderConfig, ExpertsPart, GatePart
 from octavo.models.rope_keys import half_split_rows, ropes_by_kind
 from octavo.ops.attention.attention import LayerCache, PagedRows

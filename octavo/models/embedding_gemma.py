@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 
-from octavo.models.config import ACTIVATIONS, SLIDING, read_layer_types
 from octavo.models.config_keys import ConfigKeys
 from octavo.models.encoder import Encoder, EncoderConfig, read_encoder
 from octavo.models.gemma3 import rope_keys
+from octavo.models.model_config import ACTIVATIONS, SLIDING, read_layer_types
 from octavo.models.parts import HeadNorm, Names, NormPart
 
 NAMES = Names(

@@ -20,17 +20,17 @@ from torch import Tensor
 
 from octavo import ops
 from octavo.errors import CheckpointError
-from octavo.layers.heads import StepAngles
+from octavo.layers.attention_inputs import StepAngles
 from octavo.layers.linear import Linear
 from octavo.layers.mlp import MLP, PlainActivation
 from octavo.layers.norm import Norm
 from octavo.layers.rotary import DefaultRope, Rotary
-from octavo.models.config import read_common
 from octavo.models.config_keys import ConfigKeys, wrong
 from octavo.models.decoder import PLAIN_ACTIVATIONS
 from octavo.models.decoder_layer import DecoderLayer
 from octavo.models.labels import LabelHead, LabelPart
 from octavo.models.loader import WeightLoader
+from octavo.models.model_config import read_common
 from octavo.models.parts import AttentionPart, DecoderConfig, LayerPart, MLPPart, Names, NormPart
 from octavo.ops.linear.linear import Activation
 

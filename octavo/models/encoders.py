@@ -19,8 +19,8 @@ from octavo.models.nomic_bert import GteModel, NomicBertModel
 from octavo.models.t5 import T5EncoderModel
 from octavo.ops.dispatch import REFERENCE
 from octavo.ops.linear.sliced_linear import SlicedValues, sliced_linear
+from octavo.quant.checkpoint_tensors import Renamed, TensorSource
 from octavo.quant.stored.stored_weight import DenseWeight, LinearWeight, PackedWeight, WeightFormat
-from octavo.quant.tensors import Renamed, TensorSource
 
 FAMILIES: dict[str, type[Encoder]] = {
     "Bert": BertModel,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from octavo.models.config_keys import ConfigKeys
 from octavo.models.decoder import Decoder, read_decoder
-from octavo.models.moe import read_experts
+from octavo.models.moe_config import read_experts
 from octavo.models.parts import DecoderConfig, ExpertsPart
 from octavo.ops.moe import Routing
 

@@ -6,10 +6,10 @@ and the feed-forward layer give, K-EXAONE what they get.
 
 from __future__ import annotations
 
-from octavo.models.config import SLIDING, read_layer_types
 from octavo.models.config_keys import ConfigKeys, wrong
 from octavo.models.decoder import Decoder, read_decoder
-from octavo.models.moe import read_dense_first, read_experts, read_sigmoid_routing
+from octavo.models.model_config import SLIDING, read_layer_types
+from octavo.models.moe_config import read_dense_first, read_experts, read_sigmoid_routing
 from octavo.models.olmo import AFTER
 from octavo.models.parts import DecoderConfig, ExpertsPart, HeadNorm, Names
 

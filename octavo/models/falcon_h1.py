@@ -10,7 +10,7 @@ import dataclasses
 from torch import Tensor
 
 from octavo import ops
-from octavo.layers.heads import StepAngles
+from octavo.layers.attention_inputs import StepAngles
 from octavo.layers.linear import Linear, RowParallelLinear
 from octavo.layers.mlp import MLP
 from octavo.models.config_keys import ConfigKeys, wrong

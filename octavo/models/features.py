@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from octavo.models.config import FULL, SLIDING, ModelConfig
 from octavo.models.config_keys import ConfigKeys
 from octavo.models.hybrid import LINEAR
+from octavo.models.model_config import FULL, SLIDING, ModelConfig
 from octavo.models.registry import ARCHITECTURES, load_model
 from octavo.quant.stored.stored_weight import WeightFormat
 

@@ -10,10 +10,10 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from octavo.models.config import read_layer_types
 from octavo.models.config_keys import ConfigKeys
 from octavo.models.decoder import Decoder, read_decoder
 from octavo.models.loader import WeightLoader
+from octavo.models.model_config import read_layer_types
 from octavo.models.parts import DecoderConfig, Names, NormPart
 
 NAMES = Names(

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from octavo.models.config import FULL, SLIDING, read_layer_types
 from octavo.models.config_keys import ConfigKeys
 from octavo.models.gemma2 import NAMES, GemmaForCausalLM, read_gemma, with_softcaps
+from octavo.models.model_config import FULL, SLIDING, read_layer_types
 from octavo.models.olmo import with_local_rope
 from octavo.models.parts import DecoderConfig, HeadNorm
 from octavo.models.rope_keys import rope_values, ropes_by_kind

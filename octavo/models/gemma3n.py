@@ -16,15 +16,15 @@ from statistics import NormalDist
 import torch
 from torch import Tensor
 
-from octavo.layers.heads import StepAngles
+from octavo.layers.attention_inputs import StepAngles
 from octavo.layers.mlp import MLP, gelu_tanh
 from octavo.layers.norm import RMSNorm
-from octavo.models.config import FULL, SLIDING, read_layer_types
 from octavo.models.config_keys import ConfigKeys, wrong
 from octavo.models.decoder_layer import FeedForward
 from octavo.models.gemma3 import rope_keys
 from octavo.models.gemma4 import Gemma4Config, Gemma4ForCausalLM, Gemma4Layer
 from octavo.models.loader import WeightLoader
+from octavo.models.model_config import FULL, SLIDING, read_layer_types
 from octavo.models.parts import DecoderConfig, MLPPart
 from octavo.ops.attention.attention import LayerCache, PagedRows
 from octavo.ops.collective import Collective

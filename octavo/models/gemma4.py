@@ -18,19 +18,19 @@ import torch
 from torch import Tensor
 
 from octavo import ops
+from octavo.layers.attention_inputs import Angles, Preparation, StepAngles, WideValues
 from octavo.layers.experts import Mixture
-from octavo.layers.heads import Angles, Preparation, StepAngles, WideValues
 from octavo.layers.linear import Linear
 from octavo.layers.mlp import MLP, gelu_tanh
 from octavo.layers.moe import ExpertRouter
 from octavo.layers.norm import RMSNorm
-from octavo.models.config import FULL, SLIDING, read_layer_types
 from octavo.models.config_keys import ConfigKeys, wrong
 from octavo.models.decoder import read_decoder
 from octavo.models.decoder_layer import DecoderLayer, FeedForward
 from octavo.models.gemma2 import NAMES, GemmaForCausalLM
 from octavo.models.loader import ExpertShape, WeightLoader
-from octavo.models.moe import MoESettings, read_experts
+from octavo.models.model_config import FULL, SLIDING, read_layer_types
+from octavo.models.moe_config import MoESettings, read_experts
 from octavo.models.parts import DecoderConfig, HeadNorm, MLPPart
 from octavo.models.rope_keys import ropes_by_kind
 from octavo.ops.attention.attention import HeadLayout, LayerCache, PagedRows

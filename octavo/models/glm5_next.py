@@ -18,12 +18,11 @@ import torch
 from torch import Tensor
 
 from octavo import ops
-from octavo.layers.heads import Choice, StepAngles
+from octavo.layers.attention_inputs import Choice, StepAngles
 from octavo.layers.linear import Linear
 from octavo.layers.mlp import MLP
 from octavo.layers.moe import MoE
 from octavo.layers.recurrent import KimiDelta
-from octavo.models.config import FULL
 from octavo.models.config_keys import ONE_ACTIVATION, ConfigKeys, wrong
 from octavo.models.decoder import Decoder
 from octavo.models.deepseek import DeepseekConfig, DeepseekLayer, read_deepseek
@@ -31,6 +30,7 @@ from octavo.models.deepseek_sparse import INDEX_EPS, INDEXED, read_owners
 from octavo.models.hybrid import LINEAR, HybridLayer, Recurrence
 from octavo.models.kimi_linear import KimiLinearConfig, load_projected
 from octavo.models.loader import WeightLoader
+from octavo.models.model_config import FULL
 from octavo.models.parts import DecoderConfig, ExpertsPart, MLPPart
 from octavo.models.qwen3_next import DeltaSizes
 from octavo.ops.attention.attention import LayerCache, PagedRows

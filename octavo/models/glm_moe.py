@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from octavo.models.config import read_layer_types
 from octavo.models.config_keys import ConfigKeys
 from octavo.models.decoder import Decoder, read_decoder
 from octavo.models.deepseek import DeepseekV3ForCausalLM
 from octavo.models.mixtral import EXPERTS
-from octavo.models.moe import read_dense_first, read_experts, read_sigmoid_routing
+from octavo.models.model_config import read_layer_types
+from octavo.models.moe_config import read_dense_first, read_experts, read_sigmoid_routing
 from octavo.models.parts import DecoderConfig, ExpertsPart, HeadNorm
 from octavo.models.rope_keys import rope_values
 from octavo.ops.moe import Routing

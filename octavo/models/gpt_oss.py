@@ -11,12 +11,12 @@ import numpy as np
 
 from octavo.layers.moe import ExpertRouter, MoE
 from octavo.layers.norm import Norm
-from octavo.models.config import read_layer_types
 from octavo.models.config_keys import ConfigKeys
 from octavo.models.decoder import Decoder, read_decoder
 from octavo.models.decoder_layer import DecoderLayer, FeedForward
 from octavo.models.loader import ExpertShape, WeightLoader
-from octavo.models.moe import read_experts
+from octavo.models.model_config import read_layer_types
+from octavo.models.moe_config import read_experts
 from octavo.models.parts import DecoderConfig, ExpertsPart
 from octavo.models.rope_keys import rope_values
 from octavo.ops.moe import ClampedSwish, Routing

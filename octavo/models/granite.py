@@ -9,10 +9,10 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from octavo.models.config import read_layer_types
 from octavo.models.config_keys import ConfigKeys, wrong
 from octavo.models.decoder import Decoder, read_decoder
-from octavo.models.moe import read_experts
+from octavo.models.model_config import read_layer_types
+from octavo.models.moe_config import read_experts
 from octavo.models.parts import DecoderConfig, ExpertsPart, Names
 from octavo.models.rope_keys import rope_values
 from octavo.ops.moe import Routing

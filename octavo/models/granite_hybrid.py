@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from octavo.models.config import FULL
 from octavo.models.config_keys import ConfigKeys, wrong
 from octavo.models.decoder import NO_WINDOWS, Decoder, read_decoder
 from octavo.models.falcon_h1 import NAMES
 from octavo.models.granite import with_experts, with_factors
 from octavo.models.hybrid import LINEAR, MambaConfig, MambaLayer, layer_kinds, read_bamba_sizes
+from octavo.models.model_config import FULL
 from octavo.models.parts import DecoderConfig, Names
 
 OLD_NAMES = {"mamba": LINEAR, "attention": FULL}

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from octavo.models.config import ACTIVATIONS
 from octavo.models.config_keys import ConfigKeys, wrong
 from octavo.models.decoder import Decoder, read_decoder
-from octavo.models.moe import read_dense_first, read_experts
+from octavo.models.model_config import ACTIVATIONS
+from octavo.models.moe_config import read_dense_first, read_experts
 from octavo.models.parts import DecoderConfig, ExpertsPart, HeadNorm, Names
 from octavo.models.rope_keys import rope_values
 from octavo.ops.moe import Routing

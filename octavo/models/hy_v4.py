@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from octavo import ops
-from octavo.layers.heads import StepAngles
+from octavo.layers.attention_inputs import StepAngles
 from octavo.layers.mlp import MLP
 from octavo.layers.moe import MoE, SharedExpert
 from octavo.models.config_keys import ConfigKeys

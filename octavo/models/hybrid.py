@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from octavo.layers.heads import StepAngles
+from octavo.layers.attention_inputs import StepAngles
 from octavo.layers.norm import RMSNorm
 from octavo.layers.recurrent import GatedNorm, Mamba, Mamba2
 from octavo.models.config_keys import ONE_ACTIVATION, ConfigKeys, wrong

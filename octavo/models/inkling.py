@@ -20,18 +20,18 @@ from torch import Tensor
 
 from octavo import ops
 from octavo.layers.attention import attention
+from octavo.layers.attention_inputs import StepAngles
 from octavo.layers.experts import Mixture
-from octavo.layers.heads import StepAngles
 from octavo.layers.linear import Linear, RowParallelLinear
 from octavo.layers.moe import ExpertRouter
-from octavo.models.config import ACTIVATIONS, FULL, SLIDING
 from octavo.models.config_keys import ConfigKeys, wrong
 from octavo.models.decoder import Decoder, read_decoder
 from octavo.models.decoder_layer import DecoderLayer, no_feed_forward
 from octavo.models.layer_cache import LayerCacheSpec, conv_state
 from octavo.models.linear_parts import MatrixRows
 from octavo.models.loader import ExpertShape, WeightLoader
-from octavo.models.moe import MoESettings, read_dense_first, read_experts
+from octavo.models.model_config import ACTIVATIONS, FULL, SLIDING
+from octavo.models.moe_config import MoESettings, read_dense_first, read_experts
 from octavo.models.parts import DecoderConfig
 from octavo.ops.attention.attention import LayerCache, PagedRows
 from octavo.ops.moe import Routing

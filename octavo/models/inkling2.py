@@ -23,7 +23,7 @@ from torch import Tensor
 
 from octavo import ops
 from octavo.layers.attention import attention
-from octavo.layers.heads import StepAngles, gated
+from octavo.layers.attention_inputs import StepAngles, gated
 from octavo.layers.moe import ExpertRouter, MoE
 from octavo.models.config_keys import ConfigKeys
 from octavo.models.decoder_layer import DecoderLayer
@@ -31,7 +31,7 @@ from octavo.models.inkling import KINDS, DistanceConfig, DistanceDecoder, other_
 from octavo.models.layer_cache import conv_state
 from octavo.models.linear_parts import MatrixRows
 from octavo.models.loader import ExpertShape, WeightLoader
-from octavo.models.moe import read_experts
+from octavo.models.moe_config import read_experts
 from octavo.models.parts import DecoderConfig, ExpertsPart, Names
 from octavo.ops.attention.attention import LayerCache, PagedRows
 from octavo.ops.moe import Routing, Scoring, SoftcappedSwish

@@ -9,7 +9,7 @@ from octavo.models.config_keys import ONE_ACTIVATION, ConfigKeys, wrong
 from octavo.models.decoder import NO_WINDOWS, Decoder, read_decoder
 from octavo.models.falcon_h1 import NAMES
 from octavo.models.hybrid import MambaConfig, MambaLayer, ScanSizes, read_rank
-from octavo.models.moe import read_experts
+from octavo.models.moe_config import read_experts
 from octavo.models.parts import DecoderConfig, ExpertsPart
 from octavo.ops.moe import Routing
 

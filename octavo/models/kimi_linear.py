@@ -13,7 +13,6 @@ from octavo.layers.linear import Linear
 from octavo.layers.recurrent import KimiDelta
 from octavo.layers.rotary import ProportionalRope
 from octavo.models import mixtral
-from octavo.models.config import FULL
 from octavo.models.config_keys import ONE_ACTIVATION, ConfigKeys, wrong
 from octavo.models.decoder import Decoder
 from octavo.models.decoder_layer import FeedForward
@@ -21,6 +20,7 @@ from octavo.models.deepseek import DeepseekConfig, DeepseekLayer, read_deepseek
 from octavo.models.hybrid import LINEAR, HybridLayer, Recurrence
 from octavo.models.linear_parts import MatrixRows
 from octavo.models.loader import WeightLoader
+from octavo.models.model_config import FULL
 from octavo.models.parts import DecoderConfig, Names
 from octavo.models.qwen3_next import DeltaSizes, delta_heads
 from octavo.ops.recurrent.gated_delta import DeltaHeads

@@ -6,10 +6,10 @@ correction of the routing is added to logits, whose sigmoids are the shares.
 
 from __future__ import annotations
 
-from octavo.models.config import SLIDING, read_layer_types
 from octavo.models.config_keys import ConfigKeys
 from octavo.models.decoder import Decoder, read_decoder
-from octavo.models.moe import read_experts
+from octavo.models.model_config import SLIDING, read_layer_types
+from octavo.models.moe_config import read_experts
 from octavo.models.parts import DecoderConfig, ExpertsPart, HeadNorm, Names
 from octavo.ops.moe import Routing
 

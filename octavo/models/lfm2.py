@@ -9,14 +9,14 @@ import dataclasses
 from collections.abc import Sequence
 
 from octavo.layers.recurrent import ShortConv
-from octavo.models.config import FULL, SLIDING
 from octavo.models.config_keys import ConfigKeys
 from octavo.models.decoder import NO_WINDOWS, Decoder, read_decoder
 from octavo.models.hybrid import HybridLayer, Recurrence, layer_kinds
 from octavo.models.layer_cache import conv_state, state_layer
 from octavo.models.linear_parts import MatrixRows
 from octavo.models.loader import WeightLoader
-from octavo.models.moe import read_experts
+from octavo.models.model_config import FULL, SLIDING
+from octavo.models.moe_config import read_experts
 from octavo.models.olmo import ropes_by_type
 from octavo.models.parts import LLAMA, DecoderConfig, ExpertsPart, GatePart, HeadNorm, MLPPart, Names
 from octavo.ops.moe import Routing

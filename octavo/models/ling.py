@@ -11,7 +11,6 @@ import dataclasses
 from typing import Any
 
 from octavo.layers.recurrent import KimiDelta
-from octavo.models.config import FULL
 from octavo.models.config_keys import ONE_ACTIVATION, ConfigKeys, wrong
 from octavo.models.decoder import Decoder, read_decoder
 from octavo.models.deepseek import DeepseekLayer, read_deepseek
@@ -19,7 +18,8 @@ from octavo.models.hybrid import LINEAR, HybridLayer, Recurrence
 from octavo.models.kimi_linear import NAMES as KEYS
 from octavo.models.kimi_linear import KimiLinearConfig, load_projected
 from octavo.models.loader import WeightLoader
-from octavo.models.moe import read_dense_first, read_experts, read_sigmoid_routing
+from octavo.models.model_config import FULL
+from octavo.models.moe_config import read_dense_first, read_experts, read_sigmoid_routing
 from octavo.models.parts import DecoderConfig, ExpertsPart, GatePart, HeadNorm, Names
 from octavo.models.qwen3_next import DeltaSizes
 from octavo.ops.moe import Routing

@@ -5,9 +5,9 @@ CWM has sliding windows in three of four layers; Helium rotates adjacent pairs.
 
 from __future__ import annotations
 
-from octavo.models.config import read_layer_types
 from octavo.models.config_keys import ConfigKeys
 from octavo.models.decoder import Decoder, read_decoder
+from octavo.models.model_config import read_layer_types
 from octavo.models.parts import DecoderConfig
 from octavo.models.rope_keys import rope_values
 

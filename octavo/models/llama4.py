@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 
 from octavo.layers.moe import MoE
-from octavo.models.config import ACTIVATIONS
 from octavo.models.config_keys import ConfigKeys, wrong
 from octavo.models.decoder import Decoder, read_decoder
 from octavo.models.decoder_layer import DecoderLayer, FeedForward
 from octavo.models.loader import WeightLoader
-from octavo.models.moe import read_experts
+from octavo.models.model_config import ACTIVATIONS
+from octavo.models.moe_config import read_experts
 from octavo.models.parts import DecoderConfig, ExpertsPart, HeadNorm, MLPPart, Names, QueryScale
 from octavo.models.smollm3 import rotated_layers
 from octavo.ops.moe import Routing

@@ -35,6 +35,7 @@ from octavo.ops.collective import SINGLE_RANK, Collective
 from octavo.ops.moe import ExpertActivation, has_gates
 from octavo.plugins import CPU
 from octavo.quant.cache_scales import read_cache_scales
+from octavo.quant.checkpoint_tensors import Tensors, TensorSource, check_equal
 from octavo.quant.formats.online_quantization import quantized, quantized_head, return_memory
 from octavo.quant.formats.plain import PLAIN
 from octavo.quant.methods import QuantMethod
@@ -51,7 +52,6 @@ from octavo.quant.stored.stored_weight import (
     filled,
     make_weights,
 )
-from octavo.quant.tensors import Tensors, TensorSource, check_equal
 
 
 class ExpertShape(NamedTuple):

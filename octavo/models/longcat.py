@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from octavo.layers.attention_inputs import StepAngles
 from octavo.layers.experts import Mixture
-from octavo.layers.heads import StepAngles
 from octavo.layers.mlp import MLP
 from octavo.layers.moe import ExpertRouter
 from octavo.layers.output_mlp import output_mlp
@@ -24,7 +24,7 @@ from octavo.models.config_keys import ConfigKeys
 from octavo.models.decoder import Decoder
 from octavo.models.deepseek import DeepseekConfig, DeepseekLayer, read_latent
 from octavo.models.loader import ExpertShape, WeightLoader
-from octavo.models.moe import MoESettings, read_experts
+from octavo.models.moe_config import MoESettings, read_experts
 from octavo.models.parts import Names
 from octavo.ops.attention.attention import LayerCache, PagedRows
 from octavo.ops.collective import Collective

@@ -8,16 +8,16 @@ from collections.abc import Mapping
 import torch
 
 from octavo.errors import CheckpointError
-from octavo.models.config import ModelConfig
 from octavo.models.encoder import EncoderConfig
 from octavo.models.encoders import LoadedEncoder, load_encoder
 from octavo.models.layer_cache import PipelineStage
 from octavo.models.linear_parts import MapPart
+from octavo.models.model_config import ModelConfig
 from octavo.models.registry import LoadedModel, load_model
 from octavo.ops.collective import SingleRank
+from octavo.quant.checkpoint_tensors import Part, TensorSource
 from octavo.quant.stored.stored_weight import WeightFormat
-from octavo.quant.tensors import Part, TensorSource
-from octavo.weights.gguf.blocks import BLOCK_KINDS
+from octavo.weights.gguf.block_formats import BLOCK_KINDS
 from octavo.weights.safetensors import DTYPES
 
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from octavo.models.config import SLIDING, read_layer_types
 from octavo.models.config_keys import ConfigKeys
 from octavo.models.decoder import Decoder, read_decoder
 from octavo.models.glm_moe import with_sigmoid_experts
+from octavo.models.model_config import SLIDING, read_layer_types
 from octavo.models.olmo import ropes_by_type, with_local_rope
 from octavo.models.parts import DecoderConfig, Names
 

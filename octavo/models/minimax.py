@@ -13,10 +13,9 @@ import torch
 from torch import Tensor
 
 from octavo import ops
-from octavo.layers.heads import StepAngles
+from octavo.layers.attention_inputs import StepAngles
 from octavo.layers.moe import MoE
 from octavo.layers.norm import Norm
-from octavo.models.config import FULL
 from octavo.models.config_keys import ONE_ACTIVATION, ConfigKeys, wrong
 from octavo.models.decoder import NO_WINDOWS, Decoder, read_decoder
 from octavo.models.decoder_layer import DecoderLayer, FeedForward
@@ -25,7 +24,8 @@ from octavo.models.layer_cache import recurrent_state, state_layer
 from octavo.models.linear_parts import MatrixRows
 from octavo.models.loader import WeightLoader
 from octavo.models.mixtral import EXPERTS
-from octavo.models.moe import read_experts
+from octavo.models.model_config import FULL
+from octavo.models.moe_config import read_experts
 from octavo.models.parts import DecoderConfig, ExpertsPart, Names
 from octavo.models.qwen3_next import by_part
 from octavo.ops.attention.attention import LayerCache, PagedRows

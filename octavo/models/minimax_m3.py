@@ -15,16 +15,16 @@ from typing import Any
 from torch import Tensor
 
 from octavo import ops
-from octavo.layers.heads import StepAngles
+from octavo.layers.attention_inputs import StepAngles
 from octavo.layers.linear import Linear
-from octavo.models.config import FULL
 from octavo.models.config_keys import ConfigKeys, wrong
 from octavo.models.decoder import NO_WINDOWS, Decoder, read_decoder
 from octavo.models.decoder_layer import DecoderLayer, FeedForward
 from octavo.models.layer_cache import LayerCacheSpec
 from octavo.models.linear_parts import MatrixRows
 from octavo.models.loader import WeightLoader
-from octavo.models.moe import read_experts
+from octavo.models.model_config import FULL
+from octavo.models.moe_config import read_experts
 from octavo.models.parts import DecoderConfig, ExpertsPart, HeadNorm, MLPPart, NormPart
 from octavo.ops.attention.attention import LayerCache, PagedRows
 from octavo.ops.attention.choose_head_blocks import HeadBlocks, attend_to_head_blocks

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from octavo.models.config import read_layer_types
 from octavo.models.config_keys import ConfigKeys
 from octavo.models.decoder import Decoder, read_decoder
+from octavo.models.model_config import read_layer_types
 from octavo.models.parts import DecoderConfig
 
 WINDOW = 4096

@@ -10,7 +10,7 @@ import dataclasses
 from octavo.models.config_keys import ConfigKeys
 from octavo.models.deepseek import DeepseekV2ForCausalLM, read_latent
 from octavo.models.ministral3 import ROPE, growing_queries
-from octavo.models.moe import read_dense_first, read_experts
+from octavo.models.moe_config import read_dense_first, read_experts
 from octavo.models.parts import DecoderConfig, ExpertsPart
 from octavo.ops.moe import Routing
 

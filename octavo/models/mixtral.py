@@ -7,7 +7,7 @@ from typing import Any
 from octavo.models.config_keys import ConfigKeys
 from octavo.models.decoder import Decoder
 from octavo.models.mistral import read_mistral
-from octavo.models.moe import read_experts
+from octavo.models.moe_config import read_experts
 from octavo.models.parts import DecoderConfig, ExpertsPart
 from octavo.ops.moe import Routing
 

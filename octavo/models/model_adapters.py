@@ -17,16 +17,16 @@ from octavo.errors import CheckpointError, ConfigError
 from octavo.layers.linear import Linear
 from octavo.layers.lora import AdaptedLinear, AdapterRows
 from octavo.layers.stacked_lora import StackedLinear, StackedRows
-from octavo.models.config import ModelConfig
 from octavo.models.linear_parts import MapPart
 from octavo.models.meta_model import outlined_maps
+from octavo.models.model_config import ModelConfig
 from octavo.models.multimodal_text import own_name
 from octavo.models.registry import LoadedModel, load_model
 from octavo.ops.collective import SINGLE_RANK, Collective
 from octavo.ops.device_backend import is_gpu
 from octavo.ops.linear.linear import LowRank
+from octavo.quant.checkpoint_tensors import TensorSource
 from octavo.quant.stored.stored_weight import DenseWeight, WeightFormat, dtype_name
-from octavo.quant.tensors import TensorSource
 from octavo.weights.adapter import read_adapter
 
 HEAD = "lm_head"

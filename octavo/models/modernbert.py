@@ -9,11 +9,11 @@ import dataclasses
 
 from octavo.layers.mlp import gelu, gelu_tanh, relu
 from octavo.models.bert import read_labels
-from octavo.models.config import ACTIVATIONS, FULL, SLIDING, read_layer_types
 from octavo.models.config_keys import ConfigKeys
 from octavo.models.encoder import Encoder, EncoderConfig, EncoderLayer, read_encoder
 from octavo.models.labels import LabelPart
 from octavo.models.loader import WeightLoader
+from octavo.models.model_config import ACTIVATIONS, FULL, SLIDING, read_layer_types
 from octavo.models.parts import LLAMA, RMS, Names, NormPart
 from octavo.models.rope_keys import rope_values, ropes_by_kind
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from octavo.quant.tensors import has_module
+from octavo.quant.checkpoint_tensors import has_module
 
 QWEN_PREFIX, NEMOTRON_PREFIX = "mtp.", "mtp.layers."
 

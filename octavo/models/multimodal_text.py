@@ -11,9 +11,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from octavo.config import parse_hf_overrides
-from octavo.models.config import architecture
 from octavo.models.config_keys import ConfigKeys, wrong
-from octavo.quant.tensors import Renamed, TensorSource
+from octavo.models.model_config import architecture
+from octavo.quant.checkpoint_tensors import Renamed, TensorSource
 
 GEMMA3 = {"vocab_size": 262_208, "num_attention_heads": 8, "num_key_value_heads": 4, "max_position_embeddings": 131_072}
 GEMMA = {"num_attention_heads": 8, "num_key_value_heads": 1, "max_position_embeddings": 8192}

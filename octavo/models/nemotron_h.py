@@ -12,20 +12,20 @@ from typing import Any, Self
 from torch import Tensor
 
 from octavo import ops
+from octavo.layers.attention_inputs import StepAngles
 from octavo.layers.experts import Mixture
-from octavo.layers.heads import StepAngles
 from octavo.layers.linear import Linear
 from octavo.layers.mlp import MLP, squared_relu
 from octavo.layers.moe import ExpertRouter
 from octavo.layers.norm import Norm
-from octavo.models.config import FULL
 from octavo.models.config_keys import ConfigKeys, wrong
 from octavo.models.decoder import NO_WINDOWS, Decoder, read_decoder
 from octavo.models.decoder_layer import FeedForward, no_feed_forward
 from octavo.models.hybrid import LINEAR, MambaConfig, MambaLayer, MambaSizes, layer_kinds, read_limits
 from octavo.models.layer_cache import state_layer
 from octavo.models.loader import ExpertShape, WeightLoader
-from octavo.models.moe import read_experts
+from octavo.models.model_config import FULL
+from octavo.models.moe_config import read_experts
 from octavo.models.parts import DecoderConfig, ExpertsPart, LayerPart, Names
 from octavo.ops.attention.attention import LayerCache, PagedRows
 from octavo.ops.collective import Collective

@@ -11,12 +11,12 @@ import numpy as np
 
 from octavo.layers.mlp import MLP
 from octavo.models.bert import BertModel, with_bert_embeddings
-from octavo.models.config import ACTIVATIONS
 from octavo.models.config_keys import ConfigKeys
 from octavo.models.decoder_layer import FeedForward
 from octavo.models.encoder import EncoderConfig, EncoderLayer, read_encoder, under_names
 from octavo.models.linear_parts import MatrixRows
 from octavo.models.loader import WeightLoader
+from octavo.models.model_config import ACTIVATIONS
 from octavo.models.parts import DecoderConfig, MLPPart, Names
 from octavo.models.rope_keys import rope_values
 from octavo.quant.stored.shard import Section

@@ -20,11 +20,11 @@ import numpy as np
 from torch import Tensor
 
 from octavo.layers.linear import Linear
-from octavo.models.config import ACTIVATIONS, FULL, SLIDING
 from octavo.models.config_keys import ConfigKeys, wrong
 from octavo.models.decoder import PLAIN_ACTIVATIONS, Decoder, read_decoder
 from octavo.models.decoder_layer import DecoderLayer
 from octavo.models.loader import WeightLoader
+from octavo.models.model_config import ACTIVATIONS, FULL, SLIDING
 from octavo.models.parts import DecoderConfig, HeadNorm, Names, NormPart
 from octavo.models.rope_keys import rope_values
 from octavo.quant.stored.stored_weight import Order

@@ -10,10 +10,10 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from octavo.models.config import FULL, SLIDING, read_layer_types
 from octavo.models.config_keys import ConfigKeys
 from octavo.models.decoder import Decoder, read_decoder
-from octavo.models.moe import read_experts
+from octavo.models.model_config import FULL, SLIDING, read_layer_types
+from octavo.models.moe_config import read_experts
 from octavo.models.parts import DecoderConfig, ExpertsPart, HeadNorm, Names, NormPart
 from octavo.models.rope_keys import rope_values, ropes_by_kind, rotary_width
 from octavo.ops.moe import Routing

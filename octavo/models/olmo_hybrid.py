@@ -8,12 +8,12 @@ from __future__ import annotations
 import dataclasses
 
 from octavo.layers.recurrent import GatedDelta
-from octavo.models.config import FULL
 from octavo.models.config_keys import ONE_ACTIVATION, ConfigKeys, wrong
 from octavo.models.decoder import NO_WINDOWS, Decoder, read_decoder
 from octavo.models.hybrid import LINEAR, HybridLayer, Recurrence
 from octavo.models.linear_parts import MatrixRows
 from octavo.models.loader import WeightLoader
+from octavo.models.model_config import FULL
 from octavo.models.olmo import AFTER, JOINT
 from octavo.models.parts import DecoderConfig, Names
 from octavo.models.qwen3_next import DeltaSizes, delta_heads

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from octavo.layers.heads import StepAngles
+from octavo.layers.attention_inputs import StepAngles
 from octavo.layers.norm import Norm
 from octavo.models.config_keys import ConfigKeys, wrong
 from octavo.models.decoder import Decoder, read_decoder

@@ -12,9 +12,9 @@ from typing import Any, Literal, NamedTuple, Self, TypeVar
 
 from octavo.layers.mlp import PlainActivation
 from octavo.layers.rotary import DefaultRope
-from octavo.models.config import ModelConfig
 from octavo.models.layer_cache import LayerCacheSpec
-from octavo.models.moe import MoESettings
+from octavo.models.model_config import ModelConfig
+from octavo.models.moe_config import MoESettings
 from octavo.models.rope_keys import RopeContext, read_rope
 from octavo.ops.linear.linear import Activation
 from octavo.ops.moe import CappedSwish, ClampedSwish, Routing

@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 
 from octavo.layers.moe import ExpertRouter, MoE
-from octavo.models.config import FULL, SLIDING
 from octavo.models.config_keys import ConfigKeys, wrong
 from octavo.models.decoder import Decoder, read_decoder
 from octavo.models.decoder_layer import DecoderLayer, FeedForward
 from octavo.models.loader import WeightLoader
 from octavo.models.mixtral import EXPERTS
-from octavo.models.moe import read_experts
+from octavo.models.model_config import FULL, SLIDING
+from octavo.models.moe_config import read_experts
 from octavo.models.parts import DecoderConfig, ExpertsPart, NormPart
 from octavo.models.rope_keys import rope_values
 from octavo.ops.moe import Routing

@@ -26,8 +26,8 @@ from octavo.models.config_keys import ConfigKeys, wrong
 from octavo.models.labels import tanh
 from octavo.models.loader import WeightLoader
 from octavo.ops.elementwise import sigmoid
+from octavo.quant.checkpoint_tensors import Renamed, TensorSource
 from octavo.quant.stored.stored_weight import WeightFormat
-from octavo.quant.tensors import Renamed, TensorSource
 from octavo.weights.checkpoint import open_checkpoint
 from octavo.weights.folder import read_json, read_list
 from octavo.weights.pytorch import PytorchFile

@@ -17,7 +17,6 @@ import numpy.typing as npt
 from octavo.errors import CheckpointError
 from octavo.layers.linear import Linear, RowParallelLinear
 from octavo.layers.recurrent import GatedDelta
-from octavo.models.config import FULL
 from octavo.models.config_keys import ONE_ACTIVATION, ConfigKeys, wrong
 from octavo.models.decoder import NO_WINDOWS, Decoder, read_decoder
 from octavo.models.gemma2 import norm_offset
@@ -25,6 +24,7 @@ from octavo.models.hybrid import LINEAR, HybridLayer, Recurrence
 from octavo.models.layer_cache import LayerCacheSpec, conv_state, recurrent_state, state_layer
 from octavo.models.linear_parts import MatrixRows
 from octavo.models.loader import WeightLoader
+from octavo.models.model_config import FULL
 from octavo.models.parts import DecoderConfig, GatePart, HeadNorm, NormPart
 from octavo.models.qwen_moe import with_qwen_experts
 from octavo.models.rope_keys import rope_values

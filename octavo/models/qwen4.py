@@ -21,14 +21,14 @@ import torch
 from torch import Tensor
 
 from octavo import ops
-from octavo.layers.heads import StepAngles, gated
+from octavo.layers.attention_inputs import StepAngles, gated
 from octavo.layers.moe import MoE
-from octavo.models.config import FULL
 from octavo.models.config_keys import ConfigKeys, wrong
 from octavo.models.decoder import Decoder
 from octavo.models.hybrid import LINEAR
 from octavo.models.layer_cache import LayerCacheSpec, conv_state
 from octavo.models.loader import WeightLoader
+from octavo.models.model_config import FULL
 from octavo.models.parts import DecoderConfig, Names
 from octavo.models.qwen3_5 import Qwen3_5Layer
 from octavo.models.qwen3_next import Qwen3NextConfig, read_qwen3_next

@@ -7,10 +7,10 @@ chosen by sigmoids beside a shared one.
 
 from __future__ import annotations
 
-from octavo.models.config import SLIDING, read_layer_types
 from octavo.models.config_keys import ConfigKeys, wrong
 from octavo.models.decoder import Decoder, read_decoder
-from octavo.models.moe import read_dense_first, read_experts
+from octavo.models.model_config import SLIDING, read_layer_types
+from octavo.models.moe_config import read_dense_first, read_experts
 from octavo.models.olmo import ropes_by_type, with_local_rope
 from octavo.models.parts import C, DecoderConfig, ExpertsPart, HeadNorm, Names
 from octavo.models.qwen2 import read_qwen

@@ -15,7 +15,6 @@ from octavo.errors import CheckpointError
 from octavo.layers.expert_parallel import ParallelMixture
 from octavo.layers.linear import Linear
 from octavo.layers.lora import AdapterRows
-from octavo.models.config import ModelConfig, architecture
 from octavo.models.config_keys import ConfigKeys, wrong
 from octavo.models.decoder_layer import DecoderLayer
 from octavo.models.encoder import EncoderConfig
@@ -24,15 +23,16 @@ from octavo.models.in_place import Kept
 from octavo.models.labels import LabelHead, LabelPart, read_activation, read_label_names
 from octavo.models.linear_parts import MapPart
 from octavo.models.loader import WeightLoader
+from octavo.models.model_config import ModelConfig, architecture
 from octavo.models.mtp_names import mtp_prefixes
 from octavo.models.multimodal_text import TEXT_PARTS, TextPart, text_config
 from octavo.models.parts import DecoderConfig
 from octavo.ops.attention.attention import KVScales, LayerCache, PagedRows
 from octavo.ops.collective import SINGLE_RANK, Collective
+from octavo.quant.checkpoint_tensors import Renamed, TensorSource
 from octavo.quant.methods import read_method
 from octavo.quant.stored.shard import Shard
 from octavo.quant.stored.stored_weight import WeightFormat
-from octavo.quant.tensors import Renamed, TensorSource
 
 
 class CausalLM(Protocol):

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from octavo.models.config import FULL, read_layer_types
 from octavo.models.config_keys import ConfigKeys, wrong
 from octavo.models.decoder import Decoder, read_decoder
+from octavo.models.model_config import FULL, read_layer_types
 from octavo.models.parts import DecoderConfig
 
 

@@ -9,10 +9,10 @@ import dataclasses
 from typing import Any
 
 from octavo.models.afmoe import with_heads_of_layers
-from octavo.models.config import FULL, SLIDING
 from octavo.models.config_keys import ConfigKeys, wrong
 from octavo.models.decoder import Decoder, read_decoder
-from octavo.models.moe import read_experts
+from octavo.models.model_config import FULL, SLIDING
+from octavo.models.moe_config import read_experts
 from octavo.models.olmo import with_local_rope
 from octavo.models.parts import DecoderConfig, ExpertsPart, GatePart, HeadNorm, NormPart
 from octavo.ops.moe import CappedSwish, Routing

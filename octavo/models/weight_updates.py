@@ -8,14 +8,14 @@ from pathlib import Path
 
 from octavo.config import ModelSettings, parse_lora_modules
 from octavo.errors import CheckpointError
-from octavo.models.config import ModelConfig
 from octavo.models.in_place import overwrite
 from octavo.models.meta_model import outline
 from octavo.models.model_adapters import merge
+from octavo.models.model_config import ModelConfig
 from octavo.models.registry import LoadedModel, load_model
 from octavo.ops.collective import SINGLE_RANK, Collective
+from octavo.quant.checkpoint_tensors import TensorSource
 from octavo.quant.stored.stored_weight import WeightFormat
-from octavo.quant.tensors import TensorSource
 from octavo.steps.messages import LoadWeights
 from octavo.weights.checkpoint import Checkpoint, open_checkpoint
 from octavo.weights.tensor_file import Updated

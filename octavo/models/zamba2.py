@@ -13,9 +13,8 @@ from torch import Tensor
 
 from octavo import ops
 from octavo.layers.attention import attention
-from octavo.layers.heads import StepAngles
+from octavo.layers.attention_inputs import StepAngles
 from octavo.layers.linear import Linear
-from octavo.models.config import ACTIVATIONS
 from octavo.models.config_keys import ConfigKeys, wrong
 from octavo.models.decoder import NO_WINDOWS, Decoder, read_decoder
 from octavo.models.decoder_layer import DecoderLayer, FeedForward, no_feed_forward
@@ -23,6 +22,7 @@ from octavo.models.hybrid import LINEAR, MambaSizes, layer_kinds, load_mamba2
 from octavo.models.layer_cache import LayerCacheSpec
 from octavo.models.linear_parts import MatrixRows
 from octavo.models.loader import WeightLoader
+from octavo.models.model_config import ACTIVATIONS
 from octavo.models.parts import DecoderConfig, MLPPart, Names
 from octavo.ops.attention.attention import HeadLayout, LayerCache, PagedRows
 from octavo.quant.stored.shard import Section

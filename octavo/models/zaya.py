@@ -20,19 +20,19 @@ import torch
 from torch import Tensor
 
 from octavo import ops
+from octavo.layers.attention_inputs import StepAngles
 from octavo.layers.experts import Mixture
-from octavo.layers.heads import StepAngles
 from octavo.layers.mlp import gelu
 from octavo.layers.moe import ExpertRouter
 from octavo.layers.norm import RMSNorm
-from octavo.models.config import FULL, SLIDING
 from octavo.models.config_keys import ConfigKeys, wrong
 from octavo.models.decoder import Decoder, read_decoder
 from octavo.models.decoder_layer import DecoderLayer, no_feed_forward
 from octavo.models.layer_cache import LayerCacheSpec, conv_state
 from octavo.models.linear_parts import MatrixRows
 from octavo.models.loader import ExpertShape, WeightLoader
-from octavo.models.moe import MoESettings, read_experts
+from octavo.models.model_config import FULL, SLIDING
+from octavo.models.moe_config import MoESettings, read_experts
 from octavo.models.olmo import with_local_rope
 from octavo.models.parts import DecoderConfig
 from octavo.ops.attention.attention import LayerCache, PagedRows

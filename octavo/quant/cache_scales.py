@@ -16,10 +16,10 @@ from collections.abc import Mapping
 import torch
 
 from octavo.ops.attention.attention import KVScales
+from octavo.quant.checkpoint_tensors import Tensors
 from octavo.quant.config_reader import QuantKeys
 from octavo.quant.stored.shard import Section, Shard
 from octavo.quant.stored.stored_weight import DenseStored, WeightFormat
-from octavo.quant.tensors import Tensors
 
 SCALE = re.compile(r"(?:^|\.)(?:layers|h)\.(\d{1,6})\.(?:\w{1,40}\.){1,4}?(?:(k|v|kv)_scale|(k|v)_proj\.output_scale)$")
 CACHE_KEYS = ("kv_cache_scheme", "kv_cache_quant_algo")

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from octavo.errors import CheckpointError
+from octavo.quant.checkpoint_tensors import Tensors
 from octavo.quant.config_reader import INSTEAD
 from octavo.quant.formats.auto_round import read_auto_round
 from octavo.quant.formats.awq import AWQ
@@ -21,7 +22,6 @@ from octavo.quant.formats.modelopt import ModelOpt
 from octavo.quant.formats.mxfp4 import MXFP4
 from octavo.quant.formats.plain import PLAIN, Plain
 from octavo.quant.stored.stored_weight import StoredWeight
-from octavo.quant.tensors import Tensors
 
 
 class QuantMethod(Protocol):

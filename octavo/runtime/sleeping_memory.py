@@ -16,7 +16,7 @@ from torch import Tensor, UntypedStorage
 
 from octavo.errors import RunnerError
 from octavo.ops.device_backend import is_gpu
-from octavo.runtime.memory import GIB, free_memory
+from octavo.runtime.memory_budget import GIB, free_memory
 
 HOST = torch.device("cpu")
 

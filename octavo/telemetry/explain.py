@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from octavo.telemetry.events import Event
+from octavo.telemetry.request_events import Event
 
 MAX_NEIGHBOURS = 10
 

@@ -21,14 +21,14 @@ from octavo.build.device_settings import quant_method, resolve_kv_dtype
 from octavo.config import EngineConfig
 from octavo.errors import CheckpointError, ConfigError, InvalidParameter
 from octavo.llm import LLM
-from octavo.models.config import ModelConfig
+from octavo.models.model_config import ModelConfig
 from octavo.models.parts import DecoderConfig, MLPPart
 from octavo.models.registry import CausalLM, load_model
 from octavo.ops.attention.attention import GroupRows, LayerCache, PagedRows
 from octavo.ops.device_backend import backend_of
 from octavo.ops.dispatch import wrapped
-from octavo.quant.tensors import FLOATS
-from octavo.runtime.memory import DEFAULTS
+from octavo.quant.checkpoint_tensors import FLOATS
+from octavo.runtime.memory_budget import DEFAULTS
 from octavo.train.gradients import recorded
 from octavo.weights.checkpoint import Checkpoint
 

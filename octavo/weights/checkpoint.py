@@ -9,7 +9,7 @@ import torch
 
 from octavo.errors import CheckpointError
 from octavo.weights.dummy import DummyCheckpoint
-from octavo.weights.gguf.blocks import BlockTensor
+from octavo.weights.gguf.block_formats import BlockTensor
 from octavo.weights.gguf.gguf_checkpoint import GGUFCheckpoint
 from octavo.weights.gguf.split_files import parts_of
 from octavo.weights.pytorch import PytorchCheckpoint

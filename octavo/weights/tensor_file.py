@@ -16,7 +16,7 @@ from torch import Tensor
 
 from octavo.errors import CheckpointError
 from octavo.weights.checkpoint import Checkpoint
-from octavo.weights.gguf.blocks import BlockTensor
+from octavo.weights.gguf.block_formats import BlockTensor
 from octavo.weights.safetensors import DTYPE_NAMES, TensorFiles
 
 FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}

@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable, Iterator
 from typing import NamedTuple
 
 from octavo_bench.chaos import processes
-from octavo_bench.chaos.client import BUSY
+from octavo_bench.chaos.careful_client import BUSY
 from octavo_bench.chaos.target import ServerUnderTest
 from octavo_fleet.proxy.connections import ConnectionFailed, Connections
 

@@ -14,7 +14,7 @@ from typing import Any, Literal
 from octavo.errors import ConfigError
 from octavo_bench.chaos import processes
 from octavo_bench.chaos.answers import Repeated
-from octavo_bench.chaos.client import MANNERS, ChaosClient, Followed, RequestUnanswered
+from octavo_bench.chaos.careful_client import MANNERS, ChaosClient, Followed, RequestUnanswered
 from octavo_bench.chaos.faults import FAULTS, OF_SUPERVISED, Fault, Wrong, kill_front
 from octavo_bench.chaos.target import ServerUnderTest
 from octavo_bench.chaos.traffic import RepeatableRequest

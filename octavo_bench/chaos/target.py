@@ -18,7 +18,7 @@ from typing import Any
 
 from octavo.errors import ConfigError
 from octavo_bench.chaos import processes
-from octavo_bench.chaos.client import Excuses
+from octavo_bench.chaos.careful_client import Excuses
 from octavo_bench.serving.server_process import ServerProcess
 from octavo_fleet.proxy.connections import ConnectionFailed, Connections
 

@@ -6,12 +6,12 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from octavo.cli import reference as flags
-from octavo_bench.reference import endpoints, models, python_api, structure
+from octavo_bench.reference import endpoints_page, models_page, python_api, structure
 
 PAGES: Mapping[str, Callable[[], str]] = {
-    "endpoints.md": endpoints.page,
+    "endpoints.md": endpoints_page.page,
     "flags.md": flags.page,
-    "models.md": models.page,
+    "models.md": models_page.page,
     "python_reference.md": python_api.page,
     "structure.md": structure.page,
 }

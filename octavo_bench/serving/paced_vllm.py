@@ -17,7 +17,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.outputs import ModelRunnerOutput
 
 from octavo_bench.overhead import TOKEN
-from octavo_bench.serving.front import STEP_VARIABLE
+from octavo_bench.serving.front_cost import STEP_VARIABLE
 
 
 class PacedExecutor(Executor):  # type: ignore[misc]

@@ -16,7 +16,7 @@ from octavo.engine.engine import NoAdapters
 from octavo.engine.protocols import Adapters, OnLost
 from octavo.errors import CheckpointError, InvalidParameter
 from octavo.telemetry.cache_view import CacheView, SessionOrder, SessionReport
-from octavo.telemetry.events import Event
+from octavo.telemetry.request_events import Event
 from octavo.types import EngineInfo, EngineStats, Output, Request, TokenLogprobs, WeightOrder
 from octavo_fleet.backends.modelless import certain, make_info, refuse_what_needs_a_model
 from octavo_fleet.backends.toy_models import WORDS

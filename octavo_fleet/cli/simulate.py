@@ -83,9 +83,9 @@ def gigabytes(text: str) -> float:
 
 def run(args: argparse.Namespace) -> int:
     """Simulate or search, and print the results."""
+    from octavo_fleet.sim.client_metrics import LatencyTargets
     from octavo_fleet.sim.costs.devices import find_device
     from octavo_fleet.sim.plots import plot
-    from octavo_fleet.sim.report import LatencyTargets
     from octavo_fleet.sim.setup import SimulationSpec
 
     if args.rate is not None and args.concurrency is not None:

@@ -20,9 +20,9 @@ from octavo_fleet.proxy.relay import Outgoing, Relay, outgoing
 from octavo_fleet.proxy.upstream import Upstream, UpstreamFailed
 from octavo_server import admin
 from octavo_server.app import all_endpoints, forms_of, outer_middleware
-from octavo_server.http.errors import on_http_exception, on_request_error
+from octavo_server.http.error_responses import on_http_exception, on_request_error
 from octavo_server.http.request_body import BodyReceiver
-from octavo_server.http.sse import json_response
+from octavo_server.http.response import json_response
 from octavo_server.observe import probes
 from octavo_server.tenants.api_keys import SESSIONS_PATH, Caller, Keys, caller_of
 

@@ -24,9 +24,9 @@ from octavo_fleet.proxy.metering import Meter
 from octavo_fleet.proxy.upstream import Upstream, UpstreamAnswer, failure_of
 from octavo_server.dialects.anthropic.answer import ERRORS as ANTHROPIC
 from octavo_server.generation import ClientGone
-from octavo_server.http.errors import error_object
+from octavo_server.http.error_responses import error_object
+from octavo_server.http.response import DONE
 from octavo_server.http.server import WRITE_PIECE, WritePiece
-from octavo_server.http.sse import DONE
 from octavo_server.tenants.api_keys import Caller
 
 HOP_BY_HOP = frozenset(

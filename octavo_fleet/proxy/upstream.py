@@ -19,7 +19,7 @@ from octavo_fleet.proxy.prefill import PATHS, Prefill, PrefillPrompt
 from octavo_fleet.proxy.upstream_process import UpstreamProcess
 from octavo_fleet.proxy.upstream_server import CHECK_SECONDS, CHECK_SECONDS_DOWN, UpstreamServer
 from octavo_fleet.routing.routers import PrefixAware
-from octavo_server.http.errors import RETRY_AFTER_SECONDS
+from octavo_server.http.error_responses import RETRY_AFTER_SECONDS
 from octavo_server.tenants.api_keys import has_share
 from octavo_server.tenants.turn_queue import Places
 

@@ -15,16 +15,16 @@ from octavo.build.device_settings import resolve_kv_dtype, weight_format
 from octavo.config import EngineConfig, ModelSettings
 from octavo.engine.timing.step_model import StepWork
 from octavo.errors import CheckpointError, ConfigError
-from octavo.models.config import ModelConfig
 from octavo.models.encoder import EncoderConfig
 from octavo.models.encoders import LoadedEncoder
 from octavo.models.meta_model import outline
+from octavo.models.model_config import ModelConfig
 from octavo.models.multimodal_text import overridden_config
 from octavo.models.registry import LoadedModel, read_config
 from octavo.ops.device_backend import backend_of
 from octavo.plugins import GPU
 from octavo.quant.stored.stored_weight import WeightFormat, dtype_name
-from octavo.runtime import memory
+from octavo.runtime import memory_budget
 from octavo.runtime.ranks.ranks import check_divides
 from octavo.weights.dummy import DummyCheckpoint
 from octavo_fleet.sim.costs.cost_model import Roofline
@@ -134,7 +134,7 @@ def _placed(
         loaded = outlined(form, size)
         free = int(device.memory * cache.gpu_memory_utilization) - loaded.num_bytes
         free -= backend_of(GPU).peer_bytes(size)
-        limits, _ = memory.plan_memory(
+        limits, _ = memory_budget.plan_memory(
             config, model, kv_dtype, form.dtype, GPU, weights=loaded.bytes_by_format, free=free, num_ranks=size
         )
     except (ConfigError, CheckpointError) as error:
@@ -143,7 +143,7 @@ def _placed(
     concurrent = min(limits.max_num_seqs, cached // min(context, limits.max_model_len))
     way = dataclasses.replace(
         way,
-        weight_gib=loaded.num_bytes / memory.GIB,
+        weight_gib=loaded.num_bytes / memory_budget.GIB,
         max_model_len=limits.max_model_len,
         cached_tokens=engines * cached,
         concurrent=engines * concurrent,

@@ -17,10 +17,10 @@ from octavo.engine.timing.step_times import REST
 from octavo.errors import RequestError
 from octavo.steps.limits import StateSize
 from octavo.types import EngineStats, Masks, Output, Plan, Sampled, Sequence
+from octavo_fleet.sim.client_metrics import LatencyTargets, Ledger, RequestProgress
 from octavo_fleet.sim.clock import Clock
 from octavo_fleet.sim.costs.cost_model import CostModel
 from octavo_fleet.sim.jobs import Job
-from octavo_fleet.sim.report import LatencyTargets, Ledger, RequestProgress
 
 
 class ReplicaSizes(NamedTuple):

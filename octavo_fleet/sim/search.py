@@ -9,7 +9,7 @@ from typing import Any
 
 from octavo.config import EngineConfig, to_flat
 from octavo.errors import ConfigError
-from octavo_fleet.sim.report import LatencyTargets, Overloaded
+from octavo_fleet.sim.client_metrics import LatencyTargets, Overloaded
 from octavo_fleet.sim.setup import SimulationSpec
 from octavo_fleet.sim.workers import num_processes, simulate
 

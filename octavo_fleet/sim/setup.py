@@ -14,7 +14,7 @@ from octavo_fleet.sim.costs.cost_model import VALUE_BYTES, CostModel, Roofline, 
 from octavo_fleet.sim.costs.devices import Device, find_device
 from octavo_fleet.sim.costs.fitted import fit, read_log
 from octavo_fleet.sim.costs.roofline import Shape, shape_of
-from octavo_fleet.sim.events import Transfer
+from octavo_fleet.sim.event_loop import Transfer
 from octavo_fleet.sim.jobs import Workload
 from octavo_fleet.sim.replica import ReplicaSizes
 from octavo_fleet.sim.shapes import SHAPES

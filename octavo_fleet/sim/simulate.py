@@ -16,14 +16,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from octavo.config import CacheSettings, SchedulerSettings
-from octavo.system.collector import without_collections
+from octavo.system.garbage_collection import without_collections
 from octavo_fleet.routing.routers import BLIND, RoundRobinRouter, make_router
+from octavo_fleet.sim.client_metrics import LatencyTargets, Ledger
 from octavo_fleet.sim.clock import START
 from octavo_fleet.sim.costs.cost_model import CostModel
-from octavo_fleet.sim.events import NEVER, NO_TRANSFER, Events, Inbox, Transfer
+from octavo_fleet.sim.event_loop import NEVER, NO_TRANSFER, Events, Inbox, Transfer
 from octavo_fleet.sim.jobs import Workload
 from octavo_fleet.sim.replica import Replica, ReplicaSizes, Result
-from octavo_fleet.sim.report import LatencyTargets, Ledger
 
 TURN = 128
 """Mean number of jobs that a replica is given before the next one's turn."""

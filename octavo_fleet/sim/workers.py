@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 
 from octavo.errors import OctavoError
 from octavo.system.cpus import num_cpus
+from octavo_fleet.sim.client_metrics import LatencyTargets
 from octavo_fleet.sim.jobs import Workload
 from octavo_fleet.sim.replica import Result
-from octavo_fleet.sim.report import LatencyTargets
 from octavo_fleet.sim.simulate import Fleet, Simulation, figures
 
 LEAST_JOBS = 10_000

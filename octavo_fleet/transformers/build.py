@@ -10,10 +10,10 @@ import torch
 
 from octavo.config import EngineConfig
 from octavo.errors import ConfigError
-from octavo.models.config import ModelConfig
+from octavo.models.model_config import ModelConfig
 from octavo.models.registry import LoadedModel
 from octavo.quant.stored.stored_weight import WeightFormat
-from octavo.runtime import memory
+from octavo.runtime import memory_budget
 from octavo_fleet.transformers.model import TransformersConfig, load_transformers
 from octavo_fleet.transformers.own_cache import OwnCacheTransformer
 
@@ -53,7 +53,7 @@ def own_settings(config: EngineConfig, model: TransformersConfig, device: torch.
     for name, default in (("eviction_policy", "lru"), ("enable_kv_events", False)):
         if getattr(config.cache, name) != default:
             raise ConfigError(f"{name}: {model.architecture} keeps a cache of its own, so it has no prefix cache")
-    block_size = config.cache.block_size or memory.DEFAULTS[device.type].block_size
+    block_size = config.cache.block_size or memory_budget.DEFAULTS[device.type].block_size
     num_blocks = config.cache.num_kv_blocks or _num_blocks(config, model, block_size, device)
     assert model.loaded is not None
     assert isinstance(model.loaded.model, OwnCacheTransformer)
@@ -73,8 +73,8 @@ def _num_blocks(config: EngineConfig, model: TransformersConfig, block_size: int
     values of the model's full width, which few do; at least one context."""
     max_len = config.model.max_model_len or model.max_position_embeddings
     per_seq = -(-max_len // block_size)
-    count = config.scheduler.max_num_seqs or memory.DEFAULTS[device.type].max_num_seqs
+    count = config.scheduler.max_num_seqs or memory_budget.DEFAULTS[device.type].max_num_seqs
     given = config.cache.kv_cache_memory
-    size = memory.CPU_KV_MEMORY if given is None else given * memory.GIB
+    size = memory_budget.CPU_KV_MEMORY if given is None else given * memory_budget.GIB
     per_block = 2 * model.num_layers * model.hidden_size * 4 * block_size
     return max(per_seq, min(count * per_seq, int(size // per_block)))

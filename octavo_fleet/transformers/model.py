@@ -19,12 +19,12 @@ import torch
 from torch import Tensor
 
 from octavo.errors import CANCELLATIONS, CheckpointError, ConfigError
-from octavo.models.config import ModelConfig
 from octavo.models.layer_cache import LayerCacheSpec
+from octavo.models.model_config import ModelConfig
 from octavo.models.registry import LoadedModel
 from octavo.ops.attention.attention import GroupRows, LayerCache, PagedRows
+from octavo.quant.checkpoint_tensors import HARMLESS
 from octavo.quant.stored.stored_weight import WeightFormat, dtype_name
-from octavo.quant.tensors import HARMLESS
 from octavo.weights.adapter import CONFIG_NAME
 from octavo.weights.folder import read_json
 from octavo.weights.generation_config import token_ids

@@ -19,7 +19,7 @@ from octavo.engine.scheduler import Scheduler
 from octavo.engine.timing.step_times import logged
 from octavo.errors import ConfigError
 from octavo.models.layer_cache import KVGroup, LayerCacheSpec
-from octavo.runtime import memory
+from octavo.runtime import memory_budget
 from octavo.runtime.executors.host_executor import HostExecutor
 from octavo.runtime.kv_storage import KVStorage
 from octavo.runtime.ranks.ranks import OnLost
@@ -143,7 +143,7 @@ def _longest(worker: Any) -> int:
 
 
 def _info(config: EngineConfig, worker: Any, own: Mapping[str, Any], generation: Mapping[str, Any]) -> EngineInfo:
-    max_num_seqs, max_num_batched_tokens = memory.batch_limits(config.scheduler, memory.DEFAULTS["cpu"])
+    max_num_seqs, max_num_batched_tokens = memory_budget.batch_limits(config.scheduler, memory_budget.DEFAULTS["cpu"])
     max_num_batched_tokens = min(max_num_batched_tokens, worker.max_num_batched_tokens or max_num_batched_tokens)
     max_num_seqs = min(max_num_seqs, worker.max_num_seqs or max_num_seqs, max_num_batched_tokens)
     max_model_len = config.model.max_model_len or _longest(worker)

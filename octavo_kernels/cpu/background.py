@@ -19,7 +19,7 @@ from functools import partial
 import torch
 from numba.core.compiler_lock import global_compiler_lock
 
-from octavo.system.background import start_thread, stop_if_ending
+from octavo.system.background_threads import start_thread, stop_if_ending
 from octavo_kernels.cpu.attention.attention import compile_attention
 from octavo_kernels.cpu.attention.attention_tiles import attend_task
 from octavo_kernels.cpu.attention.cached_rows import FORMATS

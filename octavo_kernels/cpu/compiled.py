@@ -27,7 +27,7 @@ from numba.core.ccallback import CFunc
 from numba.core.compiler_lock import global_compiler_lock
 
 from octavo.config import cache_dir
-from octavo.system.collector import without_collections
+from octavo.system.garbage_collection import without_collections
 
 numba_config: Any = numba.config
 normalize_signature: Any = sigutils.normalize_signature

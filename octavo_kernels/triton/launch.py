@@ -32,7 +32,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.runtime import driver
 
-from octavo.system.background import BackgroundPool
+from octavo.system.background_threads import BackgroundPool
 from octavo.system.kernel_compiler import Compilers, CompilersLost, compilers, preparation
 from octavo_kernels.triton.compile_jobs import described
 

@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from octavo_server.http.endpoint import Endpoint
-from octavo_server.http.errors import HTTPRefusal, printable
+from octavo_server.http.error_responses import HTTPRefusal, printable
 
 TYPES = {
     ".html": "text/html; charset=utf-8",

@@ -20,8 +20,8 @@ from octavo.telemetry.cache_view import CacheView
 from octavo.telemetry.counts import Histogram
 from octavo_server.engines.engine_client import EngineClient
 from octavo_server.http.endpoint import Endpoint
-from octavo_server.http.errors import UnsupportedParameter
-from octavo_server.http.sse import HEADERS, encode_line, json_response
+from octavo_server.http.error_responses import UnsupportedParameter
+from octavo_server.http.response import HEADERS, encode_line, json_response
 from octavo_server.services import asked_services_of
 
 INTERVAL = 0.5

@@ -27,7 +27,7 @@ from octavo_server.dialects.batches.files import file_reader
 from octavo_server.dialects.openai.chat import chat_message
 from octavo_server.dialects.openai.chat_body import ChatBody, client_request, prompt_of, tools_of
 from octavo_server.generation import GeneratedChoice, Generation
-from octavo_server.http.sse import EventStream
+from octavo_server.http.response import EventStream
 from octavo_server.pipeline import Answer, Submission
 from octavo_server.services import ModelServices
 from octavo_server.tenants.api_keys import caller_of

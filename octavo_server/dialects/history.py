@@ -11,7 +11,7 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from octavo_server.http.errors import printable
+from octavo_server.http.error_responses import printable
 
 MEDIA = {
     **dict.fromkeys(("image", "image_url", "input_image", "output_image", "computer_screenshot"), "image"),

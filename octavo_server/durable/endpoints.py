@@ -7,8 +7,8 @@ from starlette.responses import Response
 
 from octavo_server.generation import IDEMPOTENCY_KEY
 from octavo_server.http.endpoint import Endpoint
-from octavo_server.http.errors import MissingParameter, NotFound, printable
-from octavo_server.http.sse import json_response
+from octavo_server.http.error_responses import MissingParameter, NotFound, printable
+from octavo_server.http.response import json_response
 from octavo_server.services import server_of
 from octavo_server.tenants.api_keys import caller_of
 

@@ -19,7 +19,7 @@ import octavo
 from octavo.config import EngineConfig, ServeConfig, to_flat
 from octavo.errors import ConfigError, InvalidParameter, ModelNotFound, RequestError, Unavailable
 from octavo.setting import SECRETS
-from octavo.system.collector import without_collections
+from octavo.system.garbage_collection import without_collections
 from octavo.telemetry.logs import PACKAGES
 from octavo.text.tokenizer import Tokenizer
 from octavo.types import EngineInfo

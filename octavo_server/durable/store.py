@@ -21,7 +21,7 @@ import msgspec
 
 from octavo.errors import CANCELLATIONS, ConfigError
 from octavo.system.private_files import make_private_database, make_private_folder
-from octavo_server.http.errors import StorageFull, StorageUnavailable, Unreadable, printable
+from octavo_server.http.error_responses import StorageFull, StorageUnavailable, Unreadable, printable
 from octavo_server.tenants.api_keys import share_of
 from octavo_server.tenants.turn_queue import Places
 

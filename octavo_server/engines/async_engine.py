@@ -18,8 +18,8 @@ from octavo.config import EngineConfig, ServeConfig, to_flat
 from octavo.errors import InvalidParameter, RequestError, RequestFailed, Unavailable, Withdrawn
 from octavo.telemetry.cache_view import CacheView, SessionOrder, SessionReport
 from octavo.telemetry.counts import Condition, Timing
-from octavo.telemetry.events import Event
 from octavo.telemetry.metrics import Metrics
+from octavo.telemetry.request_events import Event
 from octavo.types import (
     AskReceiver,
     ChecksumWeights,

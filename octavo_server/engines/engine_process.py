@@ -26,7 +26,7 @@ from octavo.engine.protocols import EngineBackend, EngineLike
 from octavo.errors import CANCELLATIONS, CheckpointError, OctavoError, RanksLost, RequestError, WorkerLost
 from octavo.plugins import ENGINE_BACKENDS, load, parts
 from octavo.runtime.ranks.rank_processes import RankProcesses
-from octavo.system.collector import importing, leave_out_what_exists
+from octavo.system.garbage_collection import importing, leave_out_what_exists
 from octavo.system.kernel_compiler import prepare_if_there_may_be_a_gpu
 from octavo.telemetry.logs import log_to_stderr
 from octavo.telemetry.phases import Phases

@@ -27,7 +27,7 @@ from octavo.errors import (
     Unavailable,
 )
 from octavo.telemetry.cache_view import CacheView, SessionOrder, SessionReport
-from octavo.telemetry.events import Event
+from octavo.telemetry.request_events import Event
 from octavo.types import EngineInfo, EngineStats, Output, Request, WeightOrder
 
 MAX_FRAME_BYTES = 1 << 30

@@ -26,7 +26,7 @@ from octavo.config import ServeConfig
 from octavo.errors import ConfigError
 from octavo.plugins import ENGINE_BACKENDS, ENGINE_GROUPS, FRONTS, load, parts
 from octavo.server_settings import ServerSettings
-from octavo.system.collector import collect_seldom, leave_out_what_exists
+from octavo.system.garbage_collection import collect_seldom, leave_out_what_exists
 from octavo.telemetry.logs import log_to_stderr
 from octavo.telemetry.phases import Phases
 from octavo_server.engines.async_engine import AsyncEngine

@@ -13,7 +13,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from octavo_server.http.errors import ERROR, ErrorForm
+from octavo_server.http.error_responses import ERROR, ErrorForm
 
 _SCHEMAS = "#/components/schemas/"
 

@@ -23,7 +23,14 @@ from octavo.errors import CANCELLATIONS, QueueFull, RequestError, Unavailable
 from octavo.server_settings import ServerSettings
 from octavo.telemetry.metrics import Metrics
 from octavo_server.generation import ClientGone
-from octavo_server.http.errors import ErrorForm, HTTPRefusal, UnexpectedError, error_response, printable, rejection_of
+from octavo_server.http.error_responses import (
+    ErrorForm,
+    HTTPRefusal,
+    UnexpectedError,
+    error_response,
+    printable,
+    rejection_of,
+)
 from octavo_server.http.server import IS_GONE, WRITE_PIECE
 from octavo_server.observe.tracing import TRACE_HEADERS
 from octavo_server.tenants.api_keys import CALLER, Caller, Keys

@@ -28,8 +28,8 @@ import msgspec
 from starlette.requests import Request
 
 from octavo.errors import InvalidParameter, RequestError, RequestTooLarge, Unavailable
-from octavo_server.http.connection import ByteBudget, Share
-from octavo_server.http.errors import (
+from octavo_server.http.connection_limits import ByteBudget, Share
+from octavo_server.http.error_responses import (
     RETRY_AFTER_SECONDS,
     HTTPRefusal,
     MissingParameter,

@@ -17,7 +17,7 @@ from uvicorn.protocols.http.flow_control import FlowControl
 
 from octavo.errors import ConfigError
 from octavo.server_settings import ServerSettings
-from octavo_server.http.connection import BoundedProtocol, ByteBudget
+from octavo_server.http.connection_limits import BoundedProtocol, ByteBudget
 
 BACKLOG = 4096
 KEEP_ALIVE_SECONDS = 75

@@ -15,7 +15,7 @@ from octavo.setting import SECRETS
 from octavo.telemetry.metrics import CONTENT_TYPE
 from octavo.types import EngineInfo
 from octavo_server.http.endpoint import Endpoint
-from octavo_server.http.sse import json_response
+from octavo_server.http.response import json_response
 from octavo_server.services import ModelServices, asked_services_of, common_services_of
 
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from octavo.telemetry.events import Event
+from octavo.telemetry.request_events import Event
 from octavo.types import EngineStats, Output
 
 WATCHED_SECONDS = 5.0

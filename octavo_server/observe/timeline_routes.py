@@ -7,8 +7,8 @@ from starlette.responses import Response
 
 from octavo.errors import InvalidParameter
 from octavo_server.http.endpoint import Endpoint
-from octavo_server.http.errors import HTTPRefusal, UnsupportedParameter, printable
-from octavo_server.http.sse import json_response
+from octavo_server.http.error_responses import HTTPRefusal, UnsupportedParameter, printable
+from octavo_server.http.response import json_response
 from octavo_server.services import asked_services_of, server_of
 from octavo_server.tenants.api_keys import caller_of
 

@@ -9,8 +9,8 @@ from typing import Any
 import msgspec
 
 from octavo.cache.kv_events import KVEvent
-from octavo.telemetry.events import Event
 from octavo.telemetry.explain import explain
+from octavo.telemetry.request_events import Event
 
 MAX_REQUESTS = 2000
 MAX_EVENTS_EACH = 1000

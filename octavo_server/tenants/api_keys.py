@@ -27,7 +27,7 @@ from starlette.requests import Request
 
 from octavo.errors import AuthenticationError, ConfigError, QueueFull
 from octavo.server_settings import ServerSettings
-from octavo_server.http.errors import HTTPRefusal
+from octavo_server.http.error_responses import HTTPRefusal
 
 ADMIN_PREFIX = "/admin/"
 REPORTS_PREFIX = "/v1/requests/"

@@ -11,7 +11,7 @@ import torch
 
 from octavo import LLM, SamplingParams
 from octavo.weights.checkpoint import open_checkpoint
-from octavo.weights.gguf.blocks import BlockTensor, dequantize
+from octavo.weights.gguf.block_formats import BlockTensor, dequantize
 from tests.gguf_reference import read_once
 from tests.tiers import nightly_after
 

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from octavo.cache import tiers
-from octavo.cache.tiers import INDEX, LEAST_TELLING_BYTES, CopyRate, DiskTier, HostTier
+from octavo.cache import offload_tiers
+from octavo.cache.offload_tiers import INDEX, LEAST_TELLING_BYTES, CopyRate, DiskTier, HostTier
 from octavo.errors import ConfigError
 
 
@@ -179,7 +179,7 @@ def test_files_of_another_format_are_not_looked_for(tmp_path: Path, monkeypatch:
     tier = DiskTier(tmp_path, 1000)
     tier.put(key(1), content(1))
     with monkeypatch.context() as patch:
-        patch.setattr(tiers, "FORMAT", b"another")
+        patch.setattr(offload_tiers, "FORMAT", b"another")
         assert key(1) not in tier
         assert (tier.get(key(1)), tier.num_bad) == (None, 0)
     assert tier.get(key(1)) == content(1)
@@ -209,7 +209,7 @@ def test_a_damaged_row_of_the_index_is_ignored(tmp_path: Path, row: tuple[Any, A
 def test_nobody_but_writers_waits_for_another_process_with_the_index(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tiers, "REFRESH_SECONDS", 0.0)
+    monkeypatch.setattr(offload_tiers, "REFRESH_SECONDS", 0.0)
     tier = DiskTier(tmp_path, 1000)
     tier.put(key(1), content(1))
     other = sqlite3.connect(tmp_path / INDEX, isolation_level=None)
@@ -230,7 +230,7 @@ def test_nobody_but_writers_waits_for_another_process_with_the_index(
 
 
 def test_what_the_index_cannot_take_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tiers, "WAIT_SECONDS", 0.0)
+    monkeypatch.setattr(offload_tiers, "WAIT_SECONDS", 0.0)
     tier = DiskTier(tmp_path, 1000)
     other = sqlite3.connect(tmp_path / INDEX, isolation_level=None)
     other.execute("BEGIN IMMEDIATE")
@@ -244,7 +244,7 @@ def test_what_the_index_cannot_take_leaves_no_file(tmp_path: Path, monkeypatch: 
 
 def test_a_disk_that_cannot_be_written_keeps_nothing(tmp_path: Path) -> None:
     tier = DiskTier(tmp_path / "kv", 1000)
-    first_letters = tmp_path / "kv" / tiers._name_of(key(1)).hex()[:2]
+    first_letters = tmp_path / "kv" / offload_tiers._name_of(key(1)).hex()[:2]
     first_letters.write_bytes(b"in the way")
     assert tier.put(key(1), content(1)) == []
     assert tier.get(key(1)) is None
@@ -255,7 +255,7 @@ def test_a_disk_that_cannot_be_written_keeps_nothing(tmp_path: Path) -> None:
 
 
 def test_the_owner_of_most_paths_loses_its_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tiers, "MAX_PATHS", 4)
+    monkeypatch.setattr(offload_tiers, "MAX_PATHS", 4)
     tier = DiskTier(tmp_path, 1000)
     for number in range(2):
         tier.put_path(b"a", b"a%d" % number, [key(number)])

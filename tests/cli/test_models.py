@@ -21,7 +21,7 @@ from octavo.models.meta_model import outline
 from octavo.models.multimodal_text import TEXT_PARTS
 from octavo.models.registry import ARCHITECTURES, LoadedModel, read_config
 from octavo.quant.stored.stored_weight import WeightFormat
-from octavo.runtime import memory
+from octavo.runtime import memory_budget
 from octavo.weights.checkpoint import open_checkpoint
 from tests.models.adapter_files import make_adapter
 from tests.models.encoder_families import make_encoder
@@ -154,13 +154,13 @@ def test_weights_of_which_each_rank_has_all_count_for_each(tmp_path: Path, monke
     """With the one KV head of each layer, whatever the ranks divide, and queries and outputs, if attention is whole."""
     model = make_checkpoint(tmp_path, "llama/one_kv_head_tied", intermediate_size=64)
     path = write_gguf(tmp_path, model, lambda name, values: gguf.GGMLQuantizationType.Q8_0 if values.ndim > 1 else None)
-    shares, plan = [], memory.plan_memory
+    shares, plan = [], memory_budget.plan_memory
 
     def noted(*args: Any, **named: Any) -> Any:
         shares.append(sum(named["weights"].values()) / path.stat().st_size)
         return plan(*args, **named)
 
-    monkeypatch.setattr(memory, "plan_memory", noted)
+    monkeypatch.setattr(memory_budget, "plan_memory", noted)
     for flags in ([], ["--tensor-parallel-size", "2"], ["--tensor-parallel-size", "2", "--enable-dp-attention"]):
         assert main(["models", str(path), *FITTING, *flags]) == 0
     sizes = {name: weight.numel() for name, weight in model.named_parameters()}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from octavo.config import EngineConfig
-from octavo.engine import console_view
+from octavo.engine import cache_report
 from octavo.engine.engine import Engine
 from octavo.sampling_params import SamplingParams
 from octavo.telemetry.cache_view import CACHED, FREE, SHARED, CacheView
@@ -75,5 +75,5 @@ def test_the_size_is_bounded() -> None:
     view = engine.cache_view()
     assert len(cells(view)) == 1000
     assert view.blocks_per_cell == 10
-    assert len(view.prefixes) <= console_view.MAX_PREFIXES
+    assert len(view.prefixes) <= cache_report.MAX_PREFIXES
     assert view.seconds > 0

@@ -12,10 +12,10 @@ from typing import Any, Literal
 import pytest
 
 from octavo.cache import offload as offload_module
-from octavo.cache import tiers
+from octavo.cache import offload_tiers
 from octavo.cache.kv_cache import KVCache
 from octavo.cache.offload import MAX_THREADS, Identity, Offload
-from octavo.cache.tiers import DiskTier, HostTier
+from octavo.cache.offload_tiers import DiskTier, HostTier
 from octavo.engine.engine import Engine
 from octavo.engine.scheduler import Scheduler
 from octavo.sampling_params import SamplingParams
@@ -235,7 +235,7 @@ def test_a_prefix_is_computed_if_that_was_faster(
     tmp_path: Path, num_snapshots: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And nothing else is computed: then the device's time is worth more."""
-    monkeypatch.setattr(tiers, "LEAST_TELLING_BYTES", 100)
+    monkeypatch.setattr(offload_tiers, "LEAST_TELLING_BYTES", 100)
     prompt = list(range(60))
     first = Conversations(40, 1000, tmp_path, num_snapshots)
     first.answer(prompt)

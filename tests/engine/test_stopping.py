@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from octavo.engine import scheduled
+from octavo.engine import stopping
 from octavo.errors import InvalidParameter
 from octavo.sampling_params import RepetitionDetectionParams, SamplingParams
 from octavo.types import Sequence
@@ -33,14 +33,14 @@ def make_sequence(max_tokens: int) -> Sequence:
     ],
 )
 def test_cut(max_tokens: int, position: int, tokens: list[int], kept: list[int], reason: str | None) -> None:
-    assert scheduled.cut(make_sequence(max_tokens), position, tokens) == (kept, reason)
+    assert stopping.cut(make_sequence(max_tokens), position, tokens) == (kept, reason)
 
 
 def test_only_a_stop_token_of_the_client_is_reported() -> None:
     seq = make_sequence(5)
-    assert scheduled.stop_reason(seq, [4, 7]) == 7
-    assert scheduled.stop_reason(seq, [4, 2]) is None
-    assert scheduled.stop_reason(seq, [4, 4]) == "repetition"
+    assert stopping.stop_reason(seq, [4, 7]) == 7
+    assert stopping.stop_reason(seq, [4, 2]) is None
+    assert stopping.stop_reason(seq, [4, 4]) == "repetition"
 
 
 @pytest.mark.parametrize(
@@ -94,7 +94,7 @@ def test_a_repetition_of_output_tokens_ends_a_sequence(
     )
     seq = Sequence(make_request(0, prompt=[1, 2], max_tokens=20, params=params))
     seq.tokens += known
-    assert scheduled.cut(seq, 2 + len(known), tokens) == (kept, reason)
+    assert stopping.cut(seq, 2 + len(known), tokens) == (kept, reason)
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from octavo.cache.held_blocks import BlockToHold, HeldBlocks
 from octavo.cache.kv_cache import KVCache
 from octavo.cache.kv_channel import Fetcher, HoldingServer
 from octavo.cache.offload import Identity, Offload
-from octavo.cache.tiers import HostTier
+from octavo.cache.offload_tiers import HostTier
 from octavo.config import CacheSettings
 from octavo.engine.engine import Engine
 from octavo.engine.scheduler import Scheduler

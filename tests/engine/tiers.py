@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from octavo.cache.offload import Identity, Offload
-from octavo.cache.tiers import INDEX, DiskTier, HostTier
+from octavo.cache.offload_tiers import INDEX, DiskTier, HostTier
 from octavo.types import Output
 from tests.engine.workload import Run
 from tests.oracle import OracleRunner

@@ -12,7 +12,7 @@ from octavo.errors import CheckpointError
 from octavo.models.registry import read_config
 from octavo.text.tokenizer import load_tokenizer
 from octavo.weights.checkpoint import open_checkpoint
-from octavo.weights.gguf.blocks import BlockTensor, dequantize
+from octavo.weights.gguf.block_formats import BlockTensor, dequantize
 from tests.fuzz.target import Target
 from tests.weights import gguf_bytes
 

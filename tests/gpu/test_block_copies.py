@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from octavo import LLM, SamplingParams
-from octavo.models.config import ModelConfig
 from octavo.models.layer_cache import kv_groups
+from octavo.models.model_config import ModelConfig
 from octavo.models.registry import read_config
 from octavo.runtime.executors import block_copies
 from octavo.runtime.executors.block_copies import DeviceBlockCopies

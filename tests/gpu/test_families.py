@@ -13,7 +13,7 @@ import torch
 from transformers import PreTrainedModel
 
 from octavo import LLM, RequestOutput, SamplingParams
-from octavo.models.vision.parts import attend
+from octavo.models.vision.tower_parts import attend
 from tests.models import vision
 from tests.models.families import EVERY_ROW, ROWS, make_checkpoint
 from tests.models.test_architectures import LENGTHS, PROMPTS

@@ -14,7 +14,7 @@ from octavo.ops import dispatch
 from octavo.ops.linear.linear import Activation
 from octavo.ops.moe import ClampedSwish
 from octavo.quant.stored import scaled
-from octavo.quant.stored.blocks import GgufStored
+from octavo.quant.stored.block_weight import GgufStored
 from octavo.quant.stored.scaled import ScaledStored
 from octavo.quant.stored.stored_weight import DenseStored, StoredWeight, WeightFormat
 from tests.ops.cpu_cases import needs_float_kernels, random_blocks

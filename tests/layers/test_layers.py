@@ -11,9 +11,9 @@ from octavo.layers.embedding import Embedding
 from octavo.layers.linear import Linear
 from octavo.layers.rotary import DefaultRope, LinearRope, Llama3Rope, Rotary
 from octavo.ops.linear.block_linear import PackedBlocks
-from octavo.quant.stored.blocks import BlockWeight, GgufStored
+from octavo.quant.stored.block_weight import BlockWeight, GgufStored
 from octavo.quant.stored.stored_weight import DenseStored, DenseWeight, WeightFormat, make_weights
-from octavo.weights.gguf.blocks import BlockTensor, dequantize
+from octavo.weights.gguf.block_formats import BlockTensor, dequantize
 from tests.ops.cpu_cases import needs_float_kernels
 
 CPU = torch.device("cpu")

@@ -16,10 +16,10 @@ from octavo.build.device_settings import weight_format
 from octavo.config import STORED_METHODS, ModelSettings
 from octavo.errors import CheckpointError, ConfigError
 from octavo.models.registry import LoadedModel, load_model, read_config
+from octavo.quant.checkpoint_tensors import Part
 from octavo.quant.stored.stored_weight import WeightFormat
-from octavo.quant.tensors import Part
 from octavo.weights.checkpoint import open_checkpoint
-from octavo.weights.gguf.blocks import BlockTensor
+from octavo.weights.gguf.block_formats import BlockTensor
 from tests.models import families
 from tests.models.checkpoints import FolderSource, make_checkpoint
 from tests.ops.cpu_cases import needs_float_kernels, random_blocks

@@ -16,12 +16,12 @@ from octavo.models.config_keys import ConfigKeys
 from octavo.models.features import KEYS, OWN_KEYS
 from octavo.models.loader import WeightLoader
 from octavo.models.registry import ARCHITECTURES
+from octavo.quant.checkpoint_tensors import Tensors
 from octavo.quant.formats.plain import PLAIN, Plain
 from octavo.quant.methods import QuantMethod
-from octavo.quant.stored.blocks import GgufStored
+from octavo.quant.stored.block_weight import GgufStored
 from octavo.quant.stored.shard import Shard
 from octavo.quant.stored.stored_weight import StoredWeight, WeightFormat
-from octavo.quant.tensors import Tensors
 from octavo.weights.dummy import DummyCheckpoint
 from tests.ops.cpu_cases import random_blocks
 from tests.tiers import one_in

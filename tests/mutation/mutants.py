@@ -30,8 +30,8 @@ MUTANTS = [
     Mutant(SCHEDULER, "is_sorted = is_sorted and (newest is None or newest.order < seq.order)", "is_sorted = True"),
     Mutant(SCHEDULER, "budget += shares.pop(seq, 0)", "budget += shares.get(seq, 0)"),
     Mutant(SCHEDULER, "self.cache.note_filled(total_budget - rest)", "self.cache.note_filled(total_budget)"),
-    Mutant("engine/scheduled.py", "samples = end == len(tokens)", "samples = end >= len(tokens) - 1"),
-    Mutant("engine/scheduled.py", "tokens += [None] * len(drafts)", "pass"),
+    Mutant("engine/stopping.py", "samples = end == len(tokens)", "samples = end >= len(tokens) - 1"),
+    Mutant("engine/stopping.py", "tokens += [None] * len(drafts)", "pass"),
     # Preemption, and the end of sequences.
     Mutant(SCHEDULER, "not other.num_in_flight and other.dp_rank == seq.dp_rank", "other.dp_rank == seq.dp_rank"),
     Mutant(SCHEDULER, "if other is seq:\n                break", "if other is seq:\n                continue"),
@@ -49,13 +49,13 @@ MUTANTS = [
     ),
     Mutant(SCHEDULER, "while seq.tokens[-1] is None:", "if seq.tokens[-1] is None:"),
     # What a result means.
-    Mutant("engine/scheduled.py", "num_committed += len(tokens) - 1", "num_committed += len(tokens)"),
-    Mutant("engine/scheduled.py", " and tokens[0] not in seq.stop_token_ids", ""),
-    Mutant("engine/scheduled.py", "num_committed + 1 < seq.max_computed_tokens", "True"),
+    Mutant("engine/stopping.py", "num_committed += len(tokens) - 1", "num_committed += len(tokens)"),
+    Mutant("engine/stopping.py", " and tokens[0] not in seq.stop_token_ids", ""),
+    Mutant("engine/stopping.py", "num_committed + 1 < seq.max_computed_tokens", "True"),
     Mutant(SCHEDULER, "sum([len(output.tokens) for output in outputs])", "len(outputs)"),
-    Mutant("engine/scheduled.py", "num_rejected = 1 + num_drafts - len(result.tokens)", "num_rejected = 0"),
-    Mutant("engine/scheduled.py", "cache.truncate(seq, seq.num_computed_tokens - num_rejected)", "pass"),
-    Mutant("engine/scheduled.py", "if count == room:", "if count == room + 1:"),
+    Mutant("engine/stopping.py", "num_rejected = 1 + num_drafts - len(result.tokens)", "num_rejected = 0"),
+    Mutant("engine/stopping.py", "cache.truncate(seq, seq.num_computed_tokens - num_rejected)", "pass"),
+    Mutant("engine/stopping.py", "if count == room:", "if count == room + 1:"),
     Mutant(
         "engine/fault_isolation.py", "for items in (members[half:], members[:half]):", "for items in (members[:half],):"
     ),
@@ -74,7 +74,7 @@ MUTANTS = [
     Mutant("engine/speculative/proposer.py", "self._num_seen = max(self._num_seen, last - 1)", "self._num_seen = last"),
     Mutant("engine/speculative/proposer.py", "grown[len(grown) - (last - start)]", "grown[0]"),
     Mutant("engine/speculative/proposer.py", "num_pending + count)[num_pending:]", "count)"),
-    Mutant("engine/scheduled.py", "seq.num_rejected += num_rejected", "pass"),
+    Mutant("engine/stopping.py", "seq.num_rejected += num_rejected", "pass"),
     Mutant("types.py", "return self.start - (self.seq.num_rejected - self.num_rejected)", "return self.start"),
     # Queues and policies.
     Mutant(
@@ -180,10 +180,12 @@ MUTANTS = [
     Mutant("cache/offload.py", "            if index < num_cached:\n                continue\n", ""),
     Mutant("cache/offload.py", "self.host.get(key) if pending is None else pending()", "self.host.get(key)"),
     Mutant("cache/offload.py", "self.disk.put(key, content)", "pass"),
-    Mutant("cache/tiers.py", "stored[:CHECKSUM_BYTES] == checksum(key, content)", "len(content) > 0"),
-    Mutant("cache/tiers.py", "digest_size=CHECKSUM_BYTES, key=key)", "digest_size=CHECKSUM_BYTES)"),
+    Mutant("cache/offload_tiers.py", "stored[:CHECKSUM_BYTES] == checksum(key, content)", "len(content) > 0"),
+    Mutant("cache/offload_tiers.py", "digest_size=CHECKSUM_BYTES, key=key)", "digest_size=CHECKSUM_BYTES)"),
     Mutant(
-        "cache/tiers.py", "            if content is not None:\n                self._contents.move_to_end(key)\n", ""
+        "cache/offload_tiers.py",
+        "            if content is not None:\n                self._contents.move_to_end(key)\n",
+        "",
     ),
     Mutant("cache/kv_cache.py", "contents[: len(table) - first - 1]", "contents[: len(table) - first]"),
 ]

@@ -14,7 +14,7 @@ from octavo.models.registry import ARCHITECTURES
 from octavo_bench.architectures import SETTINGS, Judged, _told, add_to_record, causal_classes, read_record
 from octavo_bench.chaos.tiny_model import write_tiny_model
 from octavo_bench.cli.results import EXIT_WORSE
-from octavo_bench.reference.models import RECORD
+from octavo_bench.reference.models_page import RECORD
 
 
 @pytest.mark.slow

@@ -10,9 +10,9 @@ import torch
 
 from octavo.errors import CheckpointError
 from octavo.models.registry import load_model, read_config
+from octavo.quant.checkpoint_tensors import Tensors
 from octavo.quant.formats.mxfp4 import MXFP4
 from octavo.quant.stored.stored_weight import WeightFormat
-from octavo.quant.tensors import Tensors
 from octavo.weights.checkpoint import open_checkpoint
 from octavo.weights.dummy import DummyCheckpoint
 from octavo.weights.safetensors import read_configs

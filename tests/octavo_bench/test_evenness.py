@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from octavo_bench.serving.front import FrontPlan, Loads, measure
+from octavo_bench.serving.front_cost import FrontPlan, Loads, measure
 
 MAX_RATIO = 1.5
 ATTEMPTS = 3

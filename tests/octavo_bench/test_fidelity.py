@@ -21,8 +21,8 @@ from octavo.sampling_params import SamplingParams
 from octavo.types import EngineInfo, Masks, Plan, Sampled
 from octavo_bench.fidelity import AIMS, Driver, compare
 from octavo_bench.overhead import InstantStep
+from octavo_fleet.sim.client_metrics import GROWTH, LatencyTargets
 from octavo_fleet.sim.costs.fitted import read_log
-from octavo_fleet.sim.report import GROWTH, LatencyTargets
 from octavo_fleet.sim.setup import SimulationSpec
 from octavo_fleet.sim.simulate import Simulation
 from tests.llm.tiny import write_checkpoint

@@ -12,11 +12,11 @@ import torch
 
 from octavo.config import EngineConfig
 from octavo.errors import ConfigError
-from octavo.models.config import ModelConfig
 from octavo.models.meta_model import outline
+from octavo.models.model_config import ModelConfig
 from octavo.models.registry import read_config
 from octavo.quant.stored.stored_weight import WeightFormat
-from octavo.runtime.memory import plan_memory
+from octavo.runtime.memory_budget import plan_memory
 from octavo.weights.checkpoint import open_checkpoint
 from octavo_bench.dummy_models import model_folder
 from tests.tiers import nightly_after

@@ -13,7 +13,7 @@ from torch import Tensor
 from octavo.ops.attention.attention import GroupRows, HeadLayout, LayerCache, PagedRows, attention
 from octavo.ops.linear.block_linear import KINDS, PackedBlocks
 from octavo.ops.linear.scaled_linear import ScaledValues
-from octavo.weights.gguf.blocks import BLOCK_KINDS, BlockTensor, Groups
+from octavo.weights.gguf.block_formats import BLOCK_KINDS, BlockTensor, Groups
 from octavo_kernels.cpu.host import FLOAT_FEATURES, missing
 from tests.tiers import nightly
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from octavo.ops import dispatch
 from octavo.ops.linear.block_linear import KINDS, PackedBlocks, block_linear
 from octavo.ops.linear.linear import Fused
-from octavo.weights.gguf.blocks import BlockTensor, Groups, dequantize, split_groups
+from octavo.weights.gguf.block_formats import BlockTensor, Groups, dequantize, split_groups
 from octavo_kernels.cpu import threads
 from tests.ops.cpu_cases import EVERY_KIND, needs_float_kernels, poison_new_tensors, random_blocks, random_ordered
 from tests.tiers import one_in

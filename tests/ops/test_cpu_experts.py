@@ -14,7 +14,7 @@ from octavo.layers.linear import Linear
 from octavo.ops.linear.block_linear import PackedBlocks
 from octavo.ops.moe import ClampedSwish, ExpertActivation, Experts, Routing, SeparateExperts, SquaredReLU, has_gates
 from octavo.ops.moe import sum_over_experts as reduce
-from octavo.quant.stored.blocks import BlockWeight
+from octavo.quant.stored.block_weight import BlockWeight
 from octavo.quant.stored.scaled import ScaledWeight
 from octavo.quant.stored.stored_weight import LinearWeight
 from octavo_kernels.cpu import experts as experts_module

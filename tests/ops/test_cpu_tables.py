@@ -11,7 +11,7 @@ from octavo import ops
 from octavo.ops import dispatch
 from octavo.ops.attention.attention import RopeSet
 from octavo.ops.linear.block_linear import PackedBlocks
-from octavo.weights.gguf.blocks import dequantize
+from octavo.weights.gguf.block_formats import dequantize
 from tests.ops.cpu_cases import EVERY_KIND, needs_float_kernels, poison_new_tensors, random_blocks
 
 LEVELS = [pytest.param("numba", marks=needs_float_kernels), "reference"]

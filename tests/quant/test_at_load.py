@@ -11,7 +11,7 @@ from torch import Tensor
 from octavo.errors import CheckpointError
 from octavo.quant.formats import online_quantization
 from octavo.quant.formats.online_quantization import quantized, quantized_head
-from octavo.quant.stored.blocks import GgufStored
+from octavo.quant.stored.block_weight import GgufStored
 from octavo.quant.stored.int_group_weight import GroupedStored
 from octavo.quant.stored.stored_weight import DenseStored, StoredWeight, WeightFormat
 from tests.ops.cpu_cases import needs_float_kernels

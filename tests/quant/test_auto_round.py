@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from octavo.errors import CheckpointError
+from octavo.quant.checkpoint_tensors import Tensors
 from octavo.quant.methods import read_method
 from octavo.quant.stored.stored_weight import DenseStored, StoredWeight
-from octavo.quant.tensors import Tensors
 from tests.quant.test_methods import FORM, InMemory
 from tests.quant.writers import Writer, awq, gptq
 

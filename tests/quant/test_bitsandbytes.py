@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from octavo.errors import CheckpointError
+from octavo.quant.checkpoint_tensors import Tensors
 from octavo.quant.methods import read_method
 from octavo.quant.stored.int_group_weight import GroupedStored
 from octavo.quant.stored.stored_weight import DenseStored, StoredWeight
-from octavo.quant.tensors import Tensors
 from tests.quant.test_methods import FORM, InMemory
 
 NAME = "model.layers.0.self_attn.q_proj"

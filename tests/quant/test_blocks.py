@@ -7,9 +7,9 @@ import torch
 
 from octavo.ops import dispatch
 from octavo.ops.linear.block_linear import PackedBlocks, block_linear
-from octavo.quant.stored.blocks import GgufStored, without_kernel
+from octavo.quant.stored.block_weight import GgufStored, without_kernel
 from octavo.quant.stored.stored_weight import WeightFormat
-from octavo.weights.gguf.blocks import dequantize
+from octavo.weights.gguf.block_formats import dequantize
 from tests.ops.cpu_cases import EVERY_KIND, needs_float_kernels, random_blocks
 from tests.tiers import one_in
 

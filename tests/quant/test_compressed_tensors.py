@@ -15,13 +15,13 @@ from compressed_tensors.quantization.utils import calculate_range
 from torch import Tensor
 
 from octavo.errors import CheckpointError
+from octavo.quant.checkpoint_tensors import Tensors
 from octavo.quant.formats.compressed_tensors import CompressedTensors
 from octavo.quant.formats.plain import Plain
 from octavo.quant.stored.float4 import Float4Stored
 from octavo.quant.stored.int_group_weight import GroupedStored
 from octavo.quant.stored.scaled import ScaledStored
 from octavo.quant.stored.stored_weight import WeightFormat
-from octavo.quant.tensors import Tensors
 from tests.quant.sources import module
 
 NAME = "model.layers.0.self_attn.q_proj"

@@ -9,10 +9,10 @@ import pytest
 import torch
 from safetensors import safe_open
 
+from octavo.quant.checkpoint_tensors import Tensors
 from octavo.quant.methods import read_method
 from octavo.quant.stored.int_group_weight import GroupedStored
 from octavo.quant.stored.stored_weight import WeightFormat
-from octavo.quant.tensors import Tensors
 from tests.quant.sources import module
 
 PATH = Path(__file__).parent / "golden" / "linears.safetensors"

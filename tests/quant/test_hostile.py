@@ -15,8 +15,8 @@ from torch import Tensor
 
 from octavo import LLM
 from octavo.errors import CheckpointError
+from octavo.quant.checkpoint_tensors import Tensors
 from octavo.quant.methods import read_method
-from octavo.quant.tensors import Tensors
 from tests.models.families import make_checkpoint
 from tests.models.test_architectures import SETTINGS
 from tests.quant.sources import module

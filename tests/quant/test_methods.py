@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 
 from octavo.errors import CheckpointError
+from octavo.quant.checkpoint_tensors import Tensors
 from octavo.quant.formats.mxfp4 import MXFP4
 from octavo.quant.formats.plain import PLAIN, Plain
 from octavo.quant.methods import read_method, weights_method
 from octavo.quant.module_matching import names_module
 from octavo.quant.stored.float4 import Float4Stored
 from octavo.quant.stored.stored_weight import DenseStored, WeightFormat
-from octavo.quant.tensors import Tensors
 
 FORM = WeightFormat(torch.float32, torch.device("cpu"))
 

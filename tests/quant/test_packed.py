@@ -7,7 +7,7 @@ import torch
 
 from octavo.ops.linear.block_linear import KINDS
 from octavo.ops.linear.grouped_linear import PackedGroups
-from octavo.quant.stored.blocks import GgufStored
+from octavo.quant.stored.block_weight import GgufStored
 from octavo.quant.stored.float4 import Float4Stored
 from octavo.quant.stored.int_group_weight import GroupedStored
 from octavo.quant.stored.packed import GroupedWeight, group_length

@@ -13,13 +13,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from octavo.errors import CheckpointError
 from octavo.models.meta_model import Outline
+from octavo.quant.checkpoint_tensors import Tensors
 from octavo.quant.methods import read_method
 from octavo.quant.stored.float4 import Float4Stored
 from octavo.quant.stored.int_group_weight import GroupedStored
 from octavo.quant.stored.scaled import ScaledStored
 from octavo.quant.stored.shard import Shard
 from octavo.quant.stored.stored_weight import DenseStored, StoredWeight, WeightFormat
-from octavo.quant.tensors import Tensors
 from octavo.weights.dummy import DummyCheckpoint
 from octavo.weights.safetensors import read_configs
 from tests.models.test_sharding import ODD, load

@@ -14,7 +14,7 @@ from octavo.errors import CheckpointError
 from octavo.ops import dispatch
 from octavo.ops.linear.block_linear import KINDS
 from octavo.ops.linear.linear import Fused
-from octavo.quant.stored.blocks import BlockWeight, GgufStored
+from octavo.quant.stored.block_weight import BlockWeight, GgufStored
 from octavo.quant.stored.float4 import E2M1, Float4Stored
 from octavo.quant.stored.int_group_weight import GroupedStored
 from octavo.quant.stored.scaled import ScaledStored

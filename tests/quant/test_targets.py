@@ -11,10 +11,10 @@ from compressed_tensors.utils import match_targets
 from torch import nn
 
 from octavo.errors import CheckpointError
+from octavo.quant.checkpoint_tensors import Tensors
 from octavo.quant.formats.compressed_tensors import CompressedTensors
 from octavo.quant.module_matching import ModuleTargets
 from octavo.quant.stored.stored_weight import DenseStored, WeightFormat
-from octavo.quant.tensors import Tensors
 from octavo.weights.dummy import DummyCheckpoint
 from tests.quant.sources import module
 from tests.quant.writers import compressed

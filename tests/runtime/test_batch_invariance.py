@@ -17,8 +17,8 @@ from octavo.engine.engine import Engine
 from octavo.engine.scheduler import Scheduler
 from octavo.models.layer_cache import kv_groups
 from octavo.models.registry import load_model, read_config
+from octavo.quant.checkpoint_tensors import Part
 from octavo.quant.stored.stored_weight import WeightFormat
-from octavo.quant.tensors import Part
 from octavo.runtime.executors.forward import make_forward
 from octavo.runtime.kv_storage import KVStorage
 from octavo.sampling_params import SamplingParams

@@ -9,7 +9,7 @@ import torch
 
 from octavo.cache.kv_cache import KVCache
 from octavo.cache.offload import Identity, Offload
-from octavo.cache.tiers import HostTier
+from octavo.cache.offload_tiers import HostTier
 from octavo.engine.engine import Engine
 from octavo.engine.runner.step_runner import BlockMessages
 from octavo.engine.scheduler import Scheduler

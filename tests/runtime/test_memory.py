@@ -20,9 +20,9 @@ from octavo.models.registry import ARCHITECTURES, read_config
 from octavo.ops.attention.choose_keys import MOST_SCORES
 from octavo.ops.collective import SINGLE_RANK, ContextRanks
 from octavo.quant.stored.stored_weight import WeightFormat
-from octavo.runtime import memory
+from octavo.runtime import memory_budget
 from octavo.runtime.kv_storage import KVStorage
-from octavo.runtime.memory import GIB, Limits, MemoryBudget, plan_memory
+from octavo.runtime.memory_budget import GIB, Limits, MemoryBudget, plan_memory
 from octavo.weights.dummy import DummyCheckpoint
 from octavo_bench.sanity import tiny_config
 from tests.tiers import nightly
@@ -312,13 +312,13 @@ def test_the_table_adds_up() -> None:
 
 
 def test_free_memory_heeds_the_control_group(tmp_path: Path) -> None:
-    assert 0 < memory.free_memory(torch.device("cpu"), 0.9) < math.inf
-    assert memory._cgroup_available(tmp_path) is None
-    (tmp_path / "memory.current").write_text("300\n")
-    (tmp_path / "memory.max").write_text("1000\n")
-    assert memory._cgroup_available(tmp_path) == 700
-    (tmp_path / "memory.max").write_text("max\n")
-    assert memory._cgroup_available(tmp_path) is None
+    assert 0 < memory_budget.free_memory(torch.device("cpu"), 0.9) < math.inf
+    assert memory_budget._cgroup_available(tmp_path) is None
+    (tmp_path / "memory_budget.current").write_text("300\n")
+    (tmp_path / "memory_budget.max").write_text("1000\n")
+    assert memory_budget._cgroup_available(tmp_path) == 700
+    (tmp_path / "memory_budget.max").write_text("max\n")
+    assert memory_budget._cgroup_available(tmp_path) is None
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
@@ -334,7 +334,7 @@ def test_the_memory_of_a_cache_that_is_given_bounds_states_without_keys(device: 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="glibc's settings")
 def test_pages_that_were_freed_are_used_again() -> None:
-    memory.keep_freed(128 << 20)
+    memory_budget.keep_freed(128 << 20)
     library, size = ctypes.CDLL(None), 40 << 20
     library.malloc.restype, library.malloc.argtypes = ctypes.c_void_p, (ctypes.c_size_t,)
     library.free.argtypes = (ctypes.c_void_p,)

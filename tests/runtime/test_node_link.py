@@ -30,7 +30,7 @@ from octavo.cache.build_offload import content_fingerprint
 from octavo.config import EngineConfig, ModelSettings, to_flat
 from octavo.errors import CheckpointError, ConfigError, RanksLost
 from octavo.models.registry import read_config
-from octavo.runtime.memory import Limits
+from octavo.runtime.memory_budget import Limits
 from octavo.runtime.ranks import node_link, rank_group
 from octavo.runtime.ranks.node_link import NodeLink, NodeListener, NodeLost, Order, StageOutput, StartNode, join
 from octavo.runtime.ranks.rank_processes import RankProcesses

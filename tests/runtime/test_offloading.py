@@ -13,13 +13,13 @@ import pytest
 import torch
 
 from octavo import LLM, SamplingParams
-from octavo.cache import tiers
+from octavo.cache import offload_tiers
 from octavo.cache.build_offload import GIB, default_room, fingerprint
 from octavo.config import EngineConfig
 from octavo.engine.runner.step_runner import BlockMessages, StepRunner
 from octavo.errors import ConfigError
-from octavo.models.config import ModelConfig
 from octavo.models.layer_cache import LayerCacheSpec, conv_state, kv_groups, recurrent_state, state_layer
+from octavo.models.model_config import ModelConfig
 from octavo.models.registry import read_config
 from octavo.ops.attention.cached_rows import INT4
 from octavo.runtime.executors.block_copies import HostBlockCopies
@@ -163,7 +163,7 @@ def test_the_prefix_cache_outlives_its_engine(tmp_path: Path, ends: str) -> None
 
 
 def test_engines_with_one_folder_share_what_they_cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tiers, "REFRESH_SECONDS", 0.0)
+    monkeypatch.setattr(offload_tiers, "REFRESH_SECONDS", 0.0)
     (tmp_path / "model").mkdir()
     checkpoint = write_checkpoint(tmp_path / "model")
     settings: dict[str, Any] = {"load_format": "dummy", "block_size": 4, "num_kv_blocks": 64, "max_model_len": 128}

@@ -18,7 +18,7 @@ import httpx
 import pytest
 
 from octavo_server.http import request_body
-from octavo_server.http.connection import ByteBudget, Share
+from octavo_server.http.connection_limits import ByteBudget, Share
 from octavo_server.http.request_body import PIECE_BYTES, BodyDecoder, measure
 from tests.server.conftest import Served
 from tests.server.in_process import MAX_MODEL_LEN

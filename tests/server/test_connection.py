@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from octavo_server.http import connection as bounds
+from octavo_server.http import connection_limits as bounds
 from octavo_server.http.server import MAX_UNFINISHED_HEADS
 from tests.server.conftest import Served
 from tests.server.in_process import InProcessEngine

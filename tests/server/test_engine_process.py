@@ -21,7 +21,7 @@ from octavo.backend_settings import BACKENDS
 from octavo.cache.kv_events import KVEvent
 from octavo.config import EngineConfig, ModelSettings, to_flat
 from octavo.sampling_params import SamplingParams
-from octavo.telemetry.events import Event
+from octavo.telemetry.request_events import Event
 from octavo.types import EngineStats, ImageInput, Output, Request
 from octavo_fleet.backends import toy
 from octavo_server.engines import engine_process, wire

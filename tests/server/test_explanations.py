@@ -10,7 +10,7 @@ import pytest
 
 from octavo.cache.kv_events import Removed, Stored
 from octavo.cli import main
-from octavo.telemetry.events import Event
+from octavo.telemetry.request_events import Event
 from octavo_server.observe.timelines import MAX_KV_EVENTS_AT_ONCE, MAX_REQUESTS, KVEventRing, Timelines
 from tests.server.test_keys import bearer, key_file, line
 

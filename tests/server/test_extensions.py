@@ -13,9 +13,9 @@ from octavo.errors import RequestError
 from octavo_server import app
 from octavo_server.dialects.openai.completions import CompletionBody, client_request
 from octavo_server.generation import GeneratedChoice, Generation
-from octavo_server.http.errors import ErrorForm
+from octavo_server.http.error_responses import ErrorForm
 from octavo_server.http.request_body import BodyDecoder
-from octavo_server.http.sse import EventStream
+from octavo_server.http.response import EventStream
 from octavo_server.pipeline import Answer, Dialect, Submission
 from octavo_server.services import ModelServices
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from octavo_bench.chaos.client import ChaosClient, Excuses, Followed
+from octavo_bench.chaos.careful_client import ChaosClient, Excuses, Followed
 from octavo_bench.chaos.traffic import COMPLETIONS, RepeatableRequest
 from octavo_server.front import front_supervisor
 from octavo_server.front.front_supervisor import supervise

@@ -12,8 +12,8 @@ import pytest
 from octavo.sampling_params import SamplingParams
 from octavo.types import Output, Request
 from octavo_server.generation import GeneratedChoice, Generation, Prompt
+from octavo_server.http.response import EventStream
 from octavo_server.http.server import WRITE_PIECE
-from octavo_server.http.sse import EventStream
 
 
 class CountedWriter:

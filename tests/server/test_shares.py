@@ -20,16 +20,16 @@ from octavo.config import ModelSettings, ServeConfig
 from octavo.grammar import trial_queue
 from octavo.server_settings import ServerSettings
 from octavo.system.cpus import num_cpus
-from octavo.telemetry.events import Event
+from octavo.telemetry.request_events import Event
 from octavo.text.conversation import ChatPrompt
-from octavo_server import pooling
+from octavo_server import pooling_requests
 from octavo_server.app import create_app
 from octavo_server.dialects.batches import batches, runner
 from octavo_server.dialects.responses import conversations
 from octavo_server.durable import background_jobs, journal, store
 from octavo_server.http import middleware, request_body
 from octavo_server.http import server as http
-from octavo_server.http.connection import ByteBudget
+from octavo_server.http.connection_limits import ByteBudget
 from octavo_server.observe import timelines
 from octavo_server.tenants.api_keys import LEAST_SHARE, Caller, has_share
 from octavo_server.tenants.turn_queue import Places, TurnQueue
@@ -314,7 +314,7 @@ BOUNDS: dict[str, str] = {
     "files that arrive, on disk": f"{request_body.MAX_SPOOLED_BYTES // MIB} MiB",
     f"bodies of over {request_body.SMALL_BYTES >> 10} KiB decoded at a time": "one",
     "numbers in the vectors of all tokens of several texts (`/pooling`, `/embed_all`, scores by late interaction)": (
-        f"{pooling.MAX_NUMBERS:,} in a request"
+        f"{pooling_requests.MAX_NUMBERS:,} in a request"
     ),
     "texts tokenised and templates rendered at a time": "half of the cores, and one",
     "grammars tested at a time": f"{trial_queue.MAX_PROCESSES}, each for {trial_queue.MAX_SECONDS:g} s at most",

@@ -15,7 +15,7 @@ import pytest
 from octavo.errors import RequestFailed
 from octavo.types import Request
 from octavo_server.generation import GeneratedChoice, Generation
-from octavo_server.http import sse
+from octavo_server.http import response as response_module
 from tests.server.conftest import Served
 from tests.server.in_process import InProcessEngine
 from tests.server.raw import connect, post, read_chunk, read_head
@@ -168,7 +168,7 @@ def test_usage_in_every_chunk(serve_app: Any) -> None:
 
 
 def test_silence_is_filled_with_comments(serve_app: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sse, "KEEP_ALIVE_SECONDS", 0.05)
+    monkeypatch.setattr(response_module, "KEEP_ALIVE_SECONDS", 0.05)
     engine = InProcessEngine(runs=False)
     served = serve_app(engine)
 

@@ -14,7 +14,7 @@ import pytest
 
 from octavo_server.durable import store as store_module
 from octavo_server.durable.store import FILE_NAME, Store, StoredItem, decoded
-from octavo_server.http.errors import StorageFull, StorageUnavailable
+from octavo_server.http.error_responses import StorageFull, StorageUnavailable
 
 DAY = 86400.0
 

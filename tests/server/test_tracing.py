@@ -21,8 +21,8 @@ from octavo.errors import ConfigError, RequestFailed
 from octavo.sampling_params import SamplingParams
 from octavo.server_settings import ServerSettings
 from octavo.telemetry.counts import Timing
-from octavo.telemetry.events import Event
 from octavo.telemetry.metrics import Metrics
+from octavo.telemetry.request_events import Event
 from octavo.types import Output, Request
 from octavo_server.engines.live_request import LiveRequest
 from octavo_server.engines.request_table import RequestJournal

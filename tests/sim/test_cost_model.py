@@ -14,12 +14,12 @@ from octavo.config import CacheSettings
 from octavo.engine.timing.step_model import StepWork, work_of
 from octavo.errors import ConfigError
 from octavo.types import Scheduled, Sequence
+from octavo_fleet.sim.client_metrics import Sketch
 from octavo_fleet.sim.costs.cost_model import Roofline, pools_of
 from octavo_fleet.sim.costs.devices import LAYER_SECONDS, find_device
 from octavo_fleet.sim.costs.fitted import fit, read_log
 from octavo_fleet.sim.costs.roofline import decode_work, prefill_work, shape_of
 from octavo_fleet.sim.jobs import Job
-from octavo_fleet.sim.report import Sketch
 from octavo_fleet.sim.shapes import SHAPES
 
 SHAPE = shape_of(SHAPES["llama-3.1-8b"])

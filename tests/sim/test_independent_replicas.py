@@ -14,8 +14,8 @@ from octavo.config import EngineConfig
 from octavo.errors import ConfigError, OctavoError
 from octavo_fleet.sim import simulate as simulation
 from octavo_fleet.sim import workers
+from octavo_fleet.sim.client_metrics import MAX_POINTS, LatencyTargets, Ledger, Timeline
 from octavo_fleet.sim.jobs import Awaits, Job
-from octavo_fleet.sim.report import MAX_POINTS, LatencyTargets, Ledger, Timeline
 from octavo_fleet.sim.setup import SimulationSpec
 from octavo_fleet.sim.simulate import Fleet, Simulation, figures
 from octavo_fleet.sim.workers import num_processes, simulate

@@ -20,9 +20,9 @@ from octavo.engine.engine import Engine
 from octavo.engine.scheduler import Scheduler
 from octavo_bench.serving.paced_engine import PacedRunner
 from octavo_fleet.routing.routers import make_router
+from octavo_fleet.sim.client_metrics import LatencyTargets
 from octavo_fleet.sim.jobs import Job
 from octavo_fleet.sim.replica import Arrival
-from octavo_fleet.sim.report import LatencyTargets
 from octavo_fleet.sim.search import FoundConfig, cheapest
 from octavo_fleet.sim.setup import SimulationSpec
 

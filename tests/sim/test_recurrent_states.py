@@ -6,7 +6,7 @@ import pytest
 
 from octavo.config import CacheSettings, EngineConfig, SchedulerSettings
 from octavo.engine.engine import Engine
-from octavo_fleet.sim.report import LatencyTargets
+from octavo_fleet.sim.client_metrics import LatencyTargets
 from octavo_fleet.sim.setup import SimulationSpec
 from octavo_fleet.sim.simulate import Simulation
 from tests.tiers import nightly_after, one_in

@@ -14,8 +14,8 @@ from octavo.cli import main
 from octavo.config import EngineConfig
 from octavo.errors import ConfigError
 from octavo_fleet.sim import replica, search
+from octavo_fleet.sim.client_metrics import LatencyTargets
 from octavo_fleet.sim.plots import plot
-from octavo_fleet.sim.report import LatencyTargets
 from octavo_fleet.sim.search import cheapest
 from octavo_fleet.sim.setup import SimulationSpec
 from octavo_fleet.sim.simulate import Simulation

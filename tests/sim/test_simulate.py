@@ -14,12 +14,12 @@ from octavo.config import EngineConfig, SchedulerSettings
 from octavo.engine.timing.step_model import StepWork
 from octavo.errors import ConfigError
 from octavo.steps.limits import StateSize
+from octavo_fleet.sim.client_metrics import LatencyTargets, Ledger
 from octavo_fleet.sim.clock import START
 from octavo_fleet.sim.costs.cost_model import CostModel
-from octavo_fleet.sim.events import Transfer
+from octavo_fleet.sim.event_loop import Transfer
 from octavo_fleet.sim.jobs import Awaits, Job, Workload
 from octavo_fleet.sim.replica import ReplicaSizes
-from octavo_fleet.sim.report import LatencyTargets, Ledger
 from octavo_fleet.sim.setup import SimulationSpec
 from octavo_fleet.sim.simulate import Fleet, Simulation
 from octavo_fleet.sim.workloads import PROFILES, ClosedLoop, Sessions

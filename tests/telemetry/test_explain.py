@@ -8,8 +8,8 @@ import pytest
 
 from octavo.config import SchedulerSettings
 from octavo.sampling_params import SamplingParams
-from octavo.telemetry.events import MAX_EVENTS, Event, EventLog
 from octavo.telemetry.explain import as_text, explain
+from octavo.telemetry.request_events import MAX_EVENTS, Event, EventLog
 from octavo.types import EngineStats, Request
 from tests.engine.making import make_engine, make_request, run_to_end
 from tests.engine.virtual import StepCost, VirtualEngine

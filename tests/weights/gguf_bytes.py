@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from octavo.weights.gguf.blocks import BLOCK_KINDS
+from octavo.weights.gguf.block_formats import BLOCK_KINDS
 
 NUMBERS = {"F32": 0, "F16": 1, "Q4_0": 2, "Q4_1": 3, "Q5_0": 6, "Q5_1": 7, "Q8_0": 8, "Q4_K": 12, "Q5_K": 13}
 NUMBERS |= {"Q6_K": 14, "BF16": 30, "MXFP4": 39, "Q2_K": 10, "Q3_K": 11, "IQ2_XXS": 16, "IQ2_XS": 17}

@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from octavo.errors import CheckpointError
-from octavo.weights.gguf.blocks import BlockTensor, dequantize
+from octavo.weights.gguf.block_formats import BlockTensor, dequantize
 from octavo.weights.gguf.gguf_reader import GGUFFile
 
 SPARE_BYTES = 200 << 20

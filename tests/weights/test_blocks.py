@@ -6,7 +6,7 @@ import pytest
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
 from octavo.errors import CheckpointError
-from octavo.weights.gguf.blocks import BLOCK_KINDS, VALUES_AT_ONCE, BlockTensor, dequantize
+from octavo.weights.gguf.block_formats import BLOCK_KINDS, VALUES_AT_ONCE, BlockTensor, dequantize
 from tests.weights.gguf_bytes import HALVES, NUMBERS, random_blocks
 
 QUANTISABLE = ["F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0"]

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from octavo.errors import CheckpointError
-from octavo.weights.gguf.blocks import BlockTensor, dequantize
+from octavo.weights.gguf.block_formats import BlockTensor, dequantize
 from octavo.weights.gguf.gguf_checkpoint import GGUFCheckpoint
 from octavo.weights.gguf.gguf_reader import GGUFFile
 from tests.weights.gguf_bytes import llama_file

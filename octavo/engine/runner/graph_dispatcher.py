@@ -29,7 +29,7 @@ from octavo.steps.graph_shapes import (
     padded_shape,
 )
 from octavo.steps.messages import Compile, Reply
-from octavo.system.background import start_thread, stop_if_ending
+from octavo.system.background_threads import start_thread, stop_if_ending
 
 logger = logging.getLogger(__name__)
 

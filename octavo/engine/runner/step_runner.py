@@ -17,7 +17,7 @@ import msgspec
 
 from octavo.cache.build_offload import identity
 from octavo.cache.offload import Identity
-from octavo.cache.tiers import Content
+from octavo.cache.offload_tiers import Content
 from octavo.engine.protocols import TensorReceiver
 from octavo.engine.runner.persistent_batch import Indices
 from octavo.engine.runner.step_encoder import NO_MASKS, StepEncoder
@@ -43,7 +43,7 @@ from octavo.steps.messages import (
     WriteBlock,
     WriteState,
 )
-from octavo.system.background import stop_if_ending
+from octavo.system.background_threads import stop_if_ending
 from octavo.types import GroupBlocks, HeldState, Masks, Plan, Request, Sampled, Scheduled, Sequence
 
 SECONDS_BETWEEN_LOOKS = 0.1

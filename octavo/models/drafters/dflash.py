@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from octavo import ops
-from octavo.layers.heads import StepAngles
+from octavo.layers.attention_inputs import StepAngles
 from octavo.layers.linear import Linear
 from octavo.layers.rotary import Rotary
 from octavo.models.config_keys import ConfigKeys, wrong
@@ -27,10 +27,10 @@ from octavo.models.qwen2 import read_qwen
 from octavo.models.registry import CausalLM
 from octavo.ops.attention.attention import LayerCache, PagedRows
 from octavo.ops.collective import SINGLE_RANK, Collective
+from octavo.quant.checkpoint_tensors import TensorSource
 from octavo.quant.methods import read_method
 from octavo.quant.stored.shard import Section
 from octavo.quant.stored.stored_weight import WeightFormat
-from octavo.quant.tensors import TensorSource
 
 
 class DFlashSettings:

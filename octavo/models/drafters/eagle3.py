@@ -17,7 +17,7 @@ from torch import Tensor
 
 from octavo import ops
 from octavo.errors import CheckpointError
-from octavo.layers.heads import StepAngles
+from octavo.layers.attention_inputs import StepAngles
 from octavo.layers.linear import Linear
 from octavo.layers.norm import RMSNorm
 from octavo.layers.output_mlp import output_mlp
@@ -31,9 +31,9 @@ from octavo.models.parts import DecoderConfig, HeadNorm
 from octavo.models.registry import CausalLM
 from octavo.ops.attention.attention import LayerCache, PagedRows
 from octavo.ops.collective import SINGLE_RANK, Collective
+from octavo.quant.checkpoint_tensors import TensorSource
 from octavo.quant.methods import read_method
 from octavo.quant.stored.stored_weight import WeightFormat
-from octavo.quant.tensors import TensorSource
 
 LAYERS_KEY = "eagle_aux_hidden_state_layer_ids"
 

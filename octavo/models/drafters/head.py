@@ -18,10 +18,10 @@ from octavo.models.loader import WeightLoader
 from octavo.models.registry import CausalLM
 from octavo.ops.attention.attention import LayerCache, PagedRows
 from octavo.ops.collective import Collective
+from octavo.quant.checkpoint_tensors import Renamed, TensorSource
 from octavo.quant.methods import QuantMethod
 from octavo.quant.stored.shard import Shard
 from octavo.quant.stored.stored_weight import WeightFormat
-from octavo.quant.tensors import Renamed, TensorSource
 
 
 class DraftHead(Protocol):

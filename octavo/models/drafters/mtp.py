@@ -19,16 +19,16 @@ from typing import NamedTuple
 from torch import Tensor
 
 from octavo import ops
-from octavo.models.config import ModelConfig
 from octavo.models.drafters.head import drafted, part_loader
+from octavo.models.model_config import ModelConfig
 from octavo.models.mtp_names import NEMOTRON_PREFIX, QWEN_PREFIX, mtp_prefixes
 from octavo.models.multimodal_text import TextPart
 from octavo.models.parts import DecoderConfig
 from octavo.models.registry import CausalLM
 from octavo.ops.attention.attention import LayerCache, PagedRows
 from octavo.ops.collective import SINGLE_RANK, Collective
+from octavo.quant.checkpoint_tensors import TensorSource
 from octavo.quant.stored.stored_weight import WeightFormat
-from octavo.quant.tensors import TensorSource
 
 LAYER = re.compile(r"mtp\.layers\.(\d+)\.")
 

@@ -14,9 +14,9 @@ from torch.nn import functional
 
 from octavo.models.config_keys import ConfigKeys, wrong
 from octavo.models.loader import WeightLoader
-from octavo.models.vision.parts import Affine, LayerNorm, merged, normalised, part
 from octavo.models.vision.siglip import Siglip, SiglipConfig, read_siglip, tower_prefix
 from octavo.models.vision.tower import Pixels, VisionConfig
+from octavo.models.vision.tower_parts import Affine, LayerNorm, merged, normalised, part
 
 
 @dataclass(frozen=True, kw_only=True)

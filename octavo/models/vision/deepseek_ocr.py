@@ -18,7 +18,10 @@ from torch.nn import functional
 
 from octavo.models.config_keys import ConfigKeys, wrong
 from octavo.models.loader import WeightLoader
-from octavo.models.vision.parts import (
+from octavo.models.vision.qwen import QwenBlock, QwenConfig
+from octavo.models.vision.sam import Halving, Sam, SamConfig, read_sam, resized
+from octavo.models.vision.tower import Pixels, VisionConfig
+from octavo.models.vision.tower_parts import (
     ACTIVATIONS,
     Affine,
     GatedFeedforward,
@@ -33,9 +36,6 @@ from octavo.models.vision.parts import (
     unpacked,
     whole_numbers,
 )
-from octavo.models.vision.qwen import QwenBlock, QwenConfig
-from octavo.models.vision.sam import Halving, Sam, SamConfig, read_sam, resized
-from octavo.models.vision.tower import Pixels, VisionConfig
 
 OWN_NAMES = {
     "sam_model.blocks.": "vision_tower.sam_encoder.layers.",

@@ -16,9 +16,9 @@ from torch.nn import functional
 
 from octavo.models.config_keys import ConfigKeys, wrong
 from octavo.models.loader import WeightLoader
-from octavo.models.vision.parts import ACTIVATIONS, Feedforward, LayerNorm, PatchMap, normalised, part, read_ratio
 from octavo.models.vision.qwen import QwenBlock, QwenConfig
 from octavo.models.vision.tower import Pixels, VisionConfig
+from octavo.models.vision.tower_parts import ACTIVATIONS, Feedforward, LayerNorm, PatchMap, normalised, part, read_ratio
 
 
 @dataclass(frozen=True, kw_only=True)

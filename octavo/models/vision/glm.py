@@ -16,9 +16,9 @@ from torch.nn import functional
 
 from octavo.models.config_keys import ConfigKeys
 from octavo.models.loader import WeightLoader
-from octavo.models.vision.parts import Affine, GatedFeedforward, LayerNorm, RMSNorm, part, places
 from octavo.models.vision.qwen import QwenConfig, QwenTower, read_qwen
 from octavo.models.vision.tower import Pixels
+from octavo.models.vision.tower_parts import Affine, GatedFeedforward, LayerNorm, RMSNorm, part, places
 
 
 def read_glm(keys: ConfigKeys, inner: ConfigKeys, **fields: Any) -> QwenConfig:

@@ -13,7 +13,9 @@ from torch import Tensor
 
 from octavo.models.config_keys import ConfigKeys, wrong
 from octavo.models.loader import WeightLoader
-from octavo.models.vision.parts import (
+from octavo.models.vision.siglip import SiglipConfig, read_siglip
+from octavo.models.vision.tower import Pixels, VisionConfig
+from octavo.models.vision.tower_parts import (
     ACTIVATIONS,
     Activation,
     Affine,
@@ -27,8 +29,6 @@ from octavo.models.vision.parts import (
     part,
     read_merge,
 )
-from octavo.models.vision.siglip import SiglipConfig, read_siglip
-from octavo.models.vision.tower import Pixels, VisionConfig
 
 
 @dataclass(frozen=True, kw_only=True)

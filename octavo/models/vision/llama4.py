@@ -18,7 +18,9 @@ from torch.nn import functional
 
 from octavo.models.config_keys import ConfigKeys, wrong
 from octavo.models.loader import WeightLoader
-from octavo.models.vision.parts import (
+from octavo.models.vision.siglip import SiglipConfig, SiglipLayer, read_siglip
+from octavo.models.vision.tower import Pixels, VisionConfig
+from octavo.models.vision.tower_parts import (
     ACTIVATIONS,
     Affine,
     Feedforward,
@@ -33,8 +35,6 @@ from octavo.models.vision.parts import (
     read_theta,
     turns,
 )
-from octavo.models.vision.siglip import SiglipConfig, SiglipLayer, read_siglip
-from octavo.models.vision.tower import Pixels, VisionConfig
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,7 +15,9 @@ from torch import Tensor
 
 from octavo.models.config_keys import ConfigKeys, wrong
 from octavo.models.loader import WeightLoader
-from octavo.models.vision.parts import (
+from octavo.models.vision.siglip import SiglipConfig, SiglipLayer, read_siglip, tower_prefix
+from octavo.models.vision.tower import Pixels, VisionConfig
+from octavo.models.vision.tower_parts import (
     ACTIVATIONS,
     Affine,
     Feedforward,
@@ -28,8 +30,6 @@ from octavo.models.vision.parts import (
     unpacked,
     whole_numbers,
 )
-from octavo.models.vision.siglip import SiglipConfig, SiglipLayer, read_siglip, tower_prefix
-from octavo.models.vision.tower import Pixels, VisionConfig
 
 
 @dataclass(frozen=True, kw_only=True)

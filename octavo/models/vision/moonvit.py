@@ -19,7 +19,9 @@ from torch.nn import functional
 
 from octavo.models.config_keys import ConfigKeys, wrong
 from octavo.models.loader import WeightLoader
-from octavo.models.vision.parts import (
+from octavo.models.vision.qwen import QwenBlock, QwenConfig
+from octavo.models.vision.tower import Pixels
+from octavo.models.vision.tower_parts import (
     ACTIVATIONS,
     Feedforward,
     LayerNorm,
@@ -31,8 +33,6 @@ from octavo.models.vision.parts import (
     turns,
     whole_numbers,
 )
-from octavo.models.vision.qwen import QwenBlock, QwenConfig
-from octavo.models.vision.tower import Pixels
 
 
 @dataclass(frozen=True, kw_only=True)

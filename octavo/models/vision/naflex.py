@@ -18,7 +18,9 @@ from torch.nn import functional
 
 from octavo.models.config_keys import ConfigKeys, wrong
 from octavo.models.loader import WeightLoader
-from octavo.models.vision.parts import (
+from octavo.models.vision.siglip import SiglipConfig, SiglipLayer, read_siglip, tower_prefix
+from octavo.models.vision.tower import Pixels, VisionConfig, read_axes
+from octavo.models.vision.tower_parts import (
     ACTIVATIONS,
     Activation,
     Feedforward,
@@ -31,8 +33,6 @@ from octavo.models.vision.parts import (
     places,
     unpacked,
 )
-from octavo.models.vision.siglip import SiglipConfig, SiglipLayer, read_siglip, tower_prefix
-from octavo.models.vision.tower import Pixels, VisionConfig, read_axes
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,7 +16,9 @@ from torch import Tensor
 
 from octavo.models.config_keys import ConfigKeys, wrong
 from octavo.models.loader import WeightLoader
-from octavo.models.vision.parts import (
+from octavo.models.vision.qwen import QwenBlock, QwenConfig
+from octavo.models.vision.tower import Pixels
+from octavo.models.vision.tower_parts import (
     ACTIVATIONS,
     Activation,
     Affine,
@@ -29,8 +31,6 @@ from octavo.models.vision.parts import (
     read_theta,
     turns,
 )
-from octavo.models.vision.qwen import QwenBlock, QwenConfig
-from octavo.models.vision.tower import Pixels
 
 
 @dataclass(frozen=True, kw_only=True)

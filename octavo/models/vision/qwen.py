@@ -19,7 +19,8 @@ from torch import Tensor
 
 from octavo.models.config_keys import ConfigKeys, wrong
 from octavo.models.loader import WeightLoader
-from octavo.models.vision.parts import (
+from octavo.models.vision.tower import Pixels, VisionConfig, read_axes
+from octavo.models.vision.tower_parts import (
     ACTIVATIONS,
     Activation,
     Affine,
@@ -36,7 +37,6 @@ from octavo.models.vision.parts import (
     turn,
     whole_numbers,
 )
-from octavo.models.vision.tower import Pixels, VisionConfig, read_axes
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,7 +19,8 @@ from torch.nn import functional
 
 from octavo.models.config_keys import ConfigKeys
 from octavo.models.loader import WeightLoader
-from octavo.models.vision.parts import (
+from octavo.models.vision.tower import Pixels, VisionConfig
+from octavo.models.vision.tower_parts import (
     ACTIVATIONS,
     Activation,
     Affine,
@@ -32,7 +33,6 @@ from octavo.models.vision.parts import (
     read_ratio,
     whole_numbers,
 )
-from octavo.models.vision.tower import Pixels, VisionConfig
 
 
 @dataclass(frozen=True)

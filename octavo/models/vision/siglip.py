@@ -16,7 +16,8 @@ from torch.nn import functional
 
 from octavo.models.config_keys import ConfigKeys, wrong
 from octavo.models.loader import WeightLoader
-from octavo.models.vision.parts import (
+from octavo.models.vision.tower import Pixels, VisionConfig
+from octavo.models.vision.tower_parts import (
     ACTIVATIONS,
     Activation,
     Affine,
@@ -30,7 +31,6 @@ from octavo.models.vision.parts import (
     part,
     turn,
 )
-from octavo.models.vision.tower import Pixels, VisionConfig
 
 
 @dataclass(frozen=True)

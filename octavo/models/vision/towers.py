@@ -9,9 +9,9 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from octavo.errors import CheckpointError
-from octavo.models.config import architecture
 from octavo.models.config_keys import ConfigKeys
 from octavo.models.loader import WeightLoader
+from octavo.models.model_config import architecture
 from octavo.models.registry import CausalLM
 from octavo.models.vision.cohere import AyaTower, CohereTower
 from octavo.models.vision.deepseek_ocr import DeepseekOCR2Tower, DeepseekOCRTower
@@ -37,8 +37,8 @@ from octavo.models.vision.qwen import (
 from octavo.models.vision.sam import GotTower
 from octavo.models.vision.siglip import Gemma3Tower, Idefics3Tower, PaliGemmaTower
 from octavo.models.vision.tower import Tower, VisionConfig
+from octavo.quant.checkpoint_tensors import Renamed, TensorSource
 from octavo.quant.stored.stored_weight import WeightFormat
-from octavo.quant.tensors import Renamed, TensorSource
 
 
 class Family(Protocol):

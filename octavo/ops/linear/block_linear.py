@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from octavo.ops.dispatch import op, op_of_ids
 from octavo.ops.linear.linear import PLAIN, Fused, compose
-from octavo.weights.gguf.blocks import BlockTensor, Groups, split_groups
+from octavo.weights.gguf.block_formats import BlockTensor, Groups, split_groups
 
 # ---- block_linear
 #

@@ -21,13 +21,13 @@ import torch
 from torch import Tensor
 
 from octavo.errors import CheckpointError
+from octavo.quant.checkpoint_tensors import Tensors
 from octavo.quant.config_reader import QuantKeys
 from octavo.quant.formats.plain import Plain
 from octavo.quant.stored.dummy_weights import dummy_grouped, is_quantised_dummy
 from octavo.quant.stored.groups import group_size, num_groups, signed, unpack_fields
 from octavo.quant.stored.int_group_weight import GroupedStored
 from octavo.quant.stored.stored_weight import StoredWeight
-from octavo.quant.tensors import Tensors
 
 BITS = 4
 PACKED = (0, 2, 4, 6, 1, 3, 5, 7)

@@ -17,13 +17,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from octavo.quant.checkpoint_tensors import Tensors
 from octavo.quant.config_reader import QuantKeys
 from octavo.quant.formats.plain import Plain
 from octavo.quant.module_matching import names_module
 from octavo.quant.stored.dummy_weights import UNQUANTISED, dummy_grouped, is_quantised_dummy
 from octavo.quant.stored.int_group_weight import GroupedStored
 from octavo.quant.stored.stored_weight import StoredWeight
-from octavo.quant.tensors import Tensors
 
 BITS = 2
 

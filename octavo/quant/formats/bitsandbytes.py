@@ -27,12 +27,12 @@ import torch
 from torch import Tensor
 
 from octavo.errors import CheckpointError
+from octavo.quant.checkpoint_tensors import Tensors
 from octavo.quant.config_reader import QuantKeys
 from octavo.quant.formats.plain import Plain
 from octavo.quant.stored.dummy_weights import dummy_grouped, is_quantised_dummy
 from octavo.quant.stored.int_group_weight import GroupedStored
 from octavo.quant.stored.stored_weight import DenseStored, StoredWeight
-from octavo.quant.tensors import Tensors
 
 BITS = 8
 TABLES = ("nf4", "fp4")

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from octavo.errors import CheckpointError
 from octavo.quant.cache_scales import has_fp8_scales
+from octavo.quant.checkpoint_tensors import Tensors
 from octavo.quant.config_reader import INSTEAD, QuantKeys
 from octavo.quant.formats.fp8 import read_fp8
 from octavo.quant.formats.plain import Plain
@@ -29,7 +30,6 @@ from octavo.quant.stored.groups import in_order, num_groups, num_words, read_ord
 from octavo.quant.stored.int_group_weight import GroupedStored
 from octavo.quant.stored.scaled import ScaledStored
 from octavo.quant.stored.stored_weight import StoredWeight
-from octavo.quant.tensors import Tensors
 
 PACKED, NVFP4, MXFP4, MXFP8 = "pack-quantized", "nvfp4-pack-quantized", "mxfp4-pack-quantized", "mxfp8-quantized"
 BYTES_INT, BYTES_FLOAT = "int-quantized", "float-quantized"

@@ -20,13 +20,13 @@ from typing import Any
 
 import torch
 
+from octavo.quant.checkpoint_tensors import FLOATS, Tensors
 from octavo.quant.config_reader import QuantKeys
 from octavo.quant.formats.plain import Plain
 from octavo.quant.stored.dummy_weights import dummy_scaled, is_quantised_dummy
 from octavo.quant.stored.float4 import read_mxfp4
 from octavo.quant.stored.scaled import ScaledStored
 from octavo.quant.stored.stored_weight import StoredWeight
-from octavo.quant.tensors import FLOATS, Tensors
 
 SCALE_NAMES = ("weight_scale_inv", "weight_scale")
 SCALE_DTYPES = (*FLOATS, torch.float8_e8m0fnu)

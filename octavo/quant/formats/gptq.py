@@ -23,13 +23,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from octavo.quant.checkpoint_tensors import Tensors
 from octavo.quant.config_reader import QuantKeys
 from octavo.quant.formats.plain import Plain
 from octavo.quant.module_matching import compiled
 from octavo.quant.stored.dummy_weights import dummy_grouped, is_quantised_dummy
 from octavo.quant.stored.groups import group_size, in_order, num_groups, num_words, read_order, signed, unpack_fields
 from octavo.quant.stored.stored_weight import StoredWeight
-from octavo.quant.tensors import Tensors
 
 BITS = (2, 3, 4, 8)
 V1, V2 = "gptq", "gptq_v2"

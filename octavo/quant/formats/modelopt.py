@@ -13,13 +13,13 @@ from typing import Any
 import torch
 
 from octavo.quant.cache_scales import CACHE_KEYS, has_fp8_scales
+from octavo.quant.checkpoint_tensors import Tensors
 from octavo.quant.config_reader import QuantKeys
 from octavo.quant.formats.fp8 import read_fp8
 from octavo.quant.formats.plain import Plain
 from octavo.quant.stored.dummy_weights import dummy_float4, dummy_scaled, is_quantised_dummy
 from octavo.quant.stored.float4 import NVFP4_GROUP, read_nvfp4
 from octavo.quant.stored.stored_weight import StoredWeight
-from octavo.quant.tensors import Tensors
 
 ALGORITHMS = ("FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO", "NVFP4", "NVFP4_AWQ", "W4A16_NVFP4", "MIXED_PRECISION")
 BLOCK = (128, 128)

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from octavo.quant.checkpoint_tensors import Tensors
 from octavo.quant.config_reader import QuantKeys
 from octavo.quant.formats.plain import Plain
 from octavo.quant.module_matching import names_module
@@ -18,7 +19,6 @@ from octavo.quant.stored.dummy_weights import dummy_float4, is_quantised_dummy
 from octavo.quant.stored.float4 import MXFP4_GROUP, Float4Stored, checked_exponents
 from octavo.quant.stored.groups import num_groups
 from octavo.quant.stored.stored_weight import StoredWeight
-from octavo.quant.tensors import Tensors
 
 
 @dataclass(frozen=True)

@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from octavo.errors import CheckpointError
-from octavo.quant.stored.blocks import GgufStored
+from octavo.quant.checkpoint_tensors import Tensors
+from octavo.quant.stored.block_weight import GgufStored
 from octavo.quant.stored.stored_weight import DenseStored, StoredWeight
-from octavo.quant.tensors import Tensors
-from octavo.weights.gguf.blocks import BlockTensor
+from octavo.weights.gguf.block_formats import BlockTensor
 
 
 @dataclass(frozen=True)

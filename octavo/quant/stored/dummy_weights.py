@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 from octavo.ops.linear.grouped_linear import E2M1
+from octavo.quant.checkpoint_tensors import Tensors
 from octavo.quant.module_matching import names_module
 from octavo.quant.stored.float4 import Float4Stored
 from octavo.quant.stored.groups import num_groups
 from octavo.quant.stored.int_group_weight import GroupedStored
 from octavo.quant.stored.scaled import ScaledStored
-from octavo.quant.tensors import Tensors
 
 LARGEST = 0.078125
 """Numbers are clipped to this: four standard deviations."""

@@ -16,12 +16,12 @@ from torch import Tensor
 
 from octavo.ops.linear.block_linear import ROWS_AT_ONCE, PackedBlocks
 from octavo.ops.linear.grouped_linear import E2M1, PackedGroups
-from octavo.quant.stored.blocks import BlockWeight, outlined_blocks, packs_blocks
+from octavo.quant.checkpoint_tensors import Tensors
+from octavo.quant.stored.block_weight import BlockWeight, outlined_blocks, packs_blocks
 from octavo.quant.stored.groups import num_groups
 from octavo.quant.stored.packed import GroupedWeight, pack_groups, packs_groups
 from octavo.quant.stored.stored_weight import LinearWeight, Order, StoredWeight, WeightFormat, row_slices, shard_range
-from octavo.quant.tensors import Tensors
-from octavo.weights.gguf.blocks import Groups
+from octavo.weights.gguf.block_formats import Groups
 
 ZERO_POINT = 12
 NVFP4_GROUP, MXFP4_GROUP = 16, 32

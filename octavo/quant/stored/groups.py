@@ -10,9 +10,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from octavo.errors import CheckpointError
+from octavo.quant.checkpoint_tensors import Tensors
 from octavo.quant.config_reader import QuantKeys
 from octavo.quant.stored.int_group_weight import GroupedStored
-from octavo.quant.tensors import Tensors
 
 
 def num_words(count: int, bits: int) -> int:

@@ -17,11 +17,11 @@ from torch import Tensor
 from octavo.ops.linear.block_linear import ROWS_AT_ONCE, PackedBlocks
 from octavo.ops.linear.grouped_linear import Number, PackedGroups
 from octavo.ops.linear.scaled_linear import ScaledValues
-from octavo.quant.stored.blocks import BlockWeight, outlined_blocks, packs_blocks
+from octavo.quant.stored.block_weight import BlockWeight, outlined_blocks, packs_blocks
 from octavo.quant.stored.packed import GroupedWeight, pack_groups, packs_groups
 from octavo.quant.stored.scaled import ScaledWeight, has_scaled_kernel
 from octavo.quant.stored.stored_weight import LinearWeight, Order, StoredWeight, WeightFormat, row_slices, shard_range
-from octavo.weights.gguf.blocks import Groups
+from octavo.weights.gguf.block_formats import Groups
 
 FEWEST_TOGETHER, MOST_TOGETHER = 16, 64
 """Fewest and most inputs that share a scale in a packed weight; ``ops.block_linear`` rounds as many activations

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from octavo import ops
-from octavo.models.config import ModelConfig
 from octavo.models.drafters.dflash import DFlashModel
 from octavo.models.drafters.head import DraftHead
+from octavo.models.model_config import ModelConfig
 from octavo.models.registry import CausalLM
 from octavo.ops.attention.attention import GroupRows, LayerCache, PagedRows
 from octavo.ops.drafting import NewestTokens

@@ -10,7 +10,7 @@ from typing import Generic, TypeVar
 
 import torch
 
-from octavo.system.collector import without_collections
+from octavo.system.garbage_collection import without_collections
 
 logger = logging.getLogger(__name__)
 Form = TypeVar("Form", bound=Hashable)

@@ -21,7 +21,7 @@ from octavo import ops
 from octavo.errors import ConfigError
 from octavo.layers.moe import ExpertRouter, Routes
 from octavo.model_info import RoutesInfo
-from octavo.models.config import ModelConfig
+from octavo.models.model_config import ModelConfig
 from octavo.runtime.kv_storage import KVStorage
 from octavo.steps.messages import GivenRoutes
 

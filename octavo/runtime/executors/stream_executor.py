@@ -63,7 +63,7 @@ from octavo.steps.messages import (
     UseKernels,
     Wake,
 )
-from octavo.system.background import start_thread, stop_if_ending
+from octavo.system.background_threads import start_thread, stop_if_ending
 
 logger = logging.getLogger(__name__)
 

@@ -24,7 +24,7 @@ import torch
 from octavo.errors import RanksLost
 from octavo.ops.collective import Collective
 from octavo.ops.device_backend import RankMemory, SharedMemory
-from octavo.runtime.memory import Limits
+from octavo.runtime.memory_budget import Limits
 from octavo.runtime.ranks.node_link import START_LOOK_SECONDS, NodeLink, Order, StageRelay
 from octavo.runtime.ranks.rank_executor import RankExecutor
 from octavo.runtime.ranks.rank_processes import RankProcesses

@@ -9,14 +9,14 @@ import torch
 
 from octavo.config import ModelSettings
 from octavo.errors import ConfigError
-from octavo.models.config import ModelConfig
 from octavo.models.layer_cache import PipelineStage
+from octavo.models.model_config import ModelConfig
 from octavo.models.parts import DecoderConfig
 from octavo.models.registry import has_attention_of_rows
 from octavo.ops.collective import SINGLE_RANK, Collective
 from octavo.ops.device_backend import is_gpu
 from octavo.plugins import CPU
-from octavo.runtime.memory import Limits
+from octavo.runtime.memory_budget import Limits
 from octavo.runtime.ranks.stage_link import StageLink
 from octavo.steps.messages import Executor
 

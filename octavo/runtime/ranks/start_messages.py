@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from octavo.errors import CheckpointError, ConfigError, OctavoError
-from octavo.runtime.memory import Limits
+from octavo.runtime.memory_budget import Limits
 
 KINDS = {kind.__name__: kind for kind in (ConfigError, CheckpointError)}
 

@@ -13,7 +13,7 @@ import torch
 from octavo.errors import CheckpointError
 from octavo.sampling_params import OPTIONS
 from octavo.weights.generation_config import in_vocabulary, token_ids
-from octavo.weights.gguf.blocks import BlockTensor, dequantize
+from octavo.weights.gguf.block_formats import BlockTensor, dequantize
 from octavo.weights.gguf.gguf_dense import DECODERS
 from octavo.weights.gguf.gguf_families import FAMILIES, translate
 from octavo.weights.gguf.gguf_hybrids import HYBRIDS

@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from octavo.errors import CheckpointError
-from octavo.weights.gguf.blocks import BLOCK_KINDS
+from octavo.weights.gguf.block_formats import BLOCK_KINDS
 from octavo.weights.gguf.split_files import parts_of
 
 MAX_HEADER_BYTES = 32 << 20

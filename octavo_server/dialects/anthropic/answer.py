@@ -13,8 +13,8 @@ from octavo.errors import RequestError
 from octavo.text.message_parser import Call, CallProgress, Piece, Text
 from octavo_server.dialects.chat_reply import ChatReply, members_of
 from octavo_server.generation import GeneratedChoice
-from octavo_server.http.errors import ErrorForm
-from octavo_server.http.sse import EventStream, encode_line
+from octavo_server.http.error_responses import ErrorForm
+from octavo_server.http.response import EventStream, encode_line
 from octavo_server.pipeline import Answer
 
 STOP_REASONS = {"stop": "end_turn", "length": "max_tokens"}

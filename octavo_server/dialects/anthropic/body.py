@@ -12,12 +12,12 @@ import msgspec
 
 from octavo.errors import InvalidParameter
 from octavo.sampling_params import MAX_TOKEN_ID
-from octavo_server.dialects.anthropic.blocks import chat_messages, system_text
+from octavo_server.dialects.anthropic.content_blocks import chat_messages, system_text
 from octavo_server.dialects.chat_reply import FieldNames, Translated
 from octavo_server.dialects.history import LeftOut
 from octavo_server.dialects.openai.chat_body import IGNORED_IN_CHAT, ChatBody, effort, refused_elsewhere
 from octavo_server.dialects.openai.common_fields import sampling
-from octavo_server.http.errors import UnsupportedParameter, printable
+from octavo_server.http.error_responses import UnsupportedParameter, printable
 from octavo_server.http.request_body import BodyDecoder
 from octavo_server.services import ModelServices
 

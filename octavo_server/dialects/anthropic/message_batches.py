@@ -34,10 +34,10 @@ from octavo_server.dialects.batches.batches import (
 from octavo_server.dialects.batches.files import StoredFile, content_of, find, forget, new_file
 from octavo_server.dialects.batches.runner import MAX_LINES, BatchLine, Outcome, asks_for_stream, digest_of, lines_of
 from octavo_server.http.endpoint import Endpoint
-from octavo_server.http.errors import NotFound, UnexpectedError
+from octavo_server.http.error_responses import NotFound, UnexpectedError
 from octavo_server.http.paging import page
 from octavo_server.http.request_body import BodyDecoder
-from octavo_server.http.sse import json_response
+from octavo_server.http.response import json_response
 from octavo_server.services import server_of
 from octavo_server.tenants.api_keys import caller_of
 

@@ -25,7 +25,7 @@ from octavo_server.dialects.anthropic.body import (
 from octavo_server.dialects.chat_reply import ChatReply, FieldNames, chat_request, num_prompt_tokens, submission
 from octavo_server.dialects.openai.render import generate_bodies
 from octavo_server.http.endpoint import Endpoint
-from octavo_server.http.sse import json_response
+from octavo_server.http.response import json_response
 from octavo_server.pipeline import Dialect, Submission
 from octavo_server.services import ModelServices, server_of
 

@@ -29,10 +29,10 @@ from octavo_server.durable.background_jobs import retry_while_unavailable
 from octavo_server.durable.own_requests import end_all, end_with_key
 from octavo_server.durable.store import ListedItem, StoredItem, decode, decoded
 from octavo_server.http.endpoint import Endpoint
-from octavo_server.http.errors import NotFound, UnexpectedError, printable
+from octavo_server.http.error_responses import NotFound, UnexpectedError, printable
 from octavo_server.http.paging import page
 from octavo_server.http.request_body import BodyDecoder
-from octavo_server.http.sse import json_response
+from octavo_server.http.response import json_response
 from octavo_server.services import ServerServices, server_of
 from octavo_server.tenants.api_keys import caller_of
 from octavo_server.tenants.turn_queue import Places

@@ -23,9 +23,9 @@ from starlette.responses import Response, StreamingResponse
 from octavo.errors import InvalidParameter
 from octavo_server.durable.store import Store, StoredItem, decode, decoded
 from octavo_server.http.endpoint import Endpoint
-from octavo_server.http.errors import HTTPRefusal, MissingParameter, NotFound, printable
+from octavo_server.http.error_responses import HTTPRefusal, MissingParameter, NotFound, printable
 from octavo_server.http.paging import page
-from octavo_server.http.sse import json_response
+from octavo_server.http.response import json_response
 from octavo_server.services import server_of
 from octavo_server.tenants.api_keys import caller_of
 

@@ -17,7 +17,7 @@ from octavo.errors import CANCELLATIONS, QueueFull, RequestError, Unavailable
 from octavo_server.durable.background_jobs import inner_request, retry_while_unavailable
 from octavo_server.durable.own_requests import key_headers
 from octavo_server.http.endpoint import Endpoint
-from octavo_server.http.errors import UnexpectedError
+from octavo_server.http.error_responses import UnexpectedError
 from octavo_server.http.request_body import BYTE_ORDER_MARK, num_members
 from octavo_server.services import ServerServices
 from octavo_server.tenants.api_keys import Caller

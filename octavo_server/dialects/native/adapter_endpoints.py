@@ -14,9 +14,9 @@ from starlette.responses import Response
 from octavo.errors import ConfigError, InvalidParameter, ModelNotFound
 from octavo.weights.adapter_files import digest
 from octavo_server.http.endpoint import Endpoint
-from octavo_server.http.errors import UnsupportedParameter, printable
+from octavo_server.http.error_responses import UnsupportedParameter, printable
 from octavo_server.http.request_body import BodyDecoder
-from octavo_server.http.sse import json_response
+from octavo_server.http.response import json_response
 from octavo_server.services import ModelServices, server_of
 
 MAX_NAME = 256

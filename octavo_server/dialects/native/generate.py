@@ -16,7 +16,7 @@ from octavo_server.dialects.native.tgi import Parameters, TGIBody, continuation
 from octavo_server.dialects.openai.common_fields import sampling
 from octavo_server.dialects.openai.completions import CompletionBody, client_request
 from octavo_server.generation import GeneratedChoice, Generation
-from octavo_server.http.errors import MissingParameter
+from octavo_server.http.error_responses import MissingParameter
 from octavo_server.http.request_body import BodyDecoder, MalformedJSON
 from octavo_server.pipeline import Answer, Dialect, Submission
 from octavo_server.services import ModelServices

@@ -12,9 +12,9 @@ from octavo_server.dialects.openai.answer_parts import usage
 from octavo_server.dialects.openai.common_fields import sampling
 from octavo_server.dialects.openai.completions import CompletionBody, client_request
 from octavo_server.generation import GeneratedChoice
-from octavo_server.http.errors import UnknownParameter
+from octavo_server.http.error_responses import UnknownParameter
 from octavo_server.http.request_body import BodyDecoder, MalformedJSON
-from octavo_server.http.sse import EventStream, encode_line
+from octavo_server.http.response import EventStream, encode_line
 from octavo_server.pipeline import Answer, Dialect, Submission
 from octavo_server.services import ModelServices
 

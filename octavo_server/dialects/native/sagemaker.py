@@ -14,7 +14,7 @@ from starlette.responses import Response
 
 from octavo_server.dialects.openai import chat, chat_body, completions, embeddings
 from octavo_server.http.endpoint import Endpoint
-from octavo_server.http.errors import MissingParameter
+from octavo_server.http.error_responses import MissingParameter
 from octavo_server.http.request_body import BodyDecoder
 from octavo_server.services import server_of
 

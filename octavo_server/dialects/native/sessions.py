@@ -11,7 +11,7 @@ from starlette.responses import Response
 
 from octavo.telemetry.cache_view import SessionOrder, SessionReport
 from octavo_server.http.endpoint import Endpoint
-from octavo_server.http.sse import json_response
+from octavo_server.http.response import json_response
 from octavo_server.services import server_of
 from octavo_server.tenants.api_keys import SESSIONS_PATH, caller_of
 

@@ -23,8 +23,8 @@ from octavo_server.dialects.openai.completions import client_request
 from octavo_server.dialects.openai.completions import decoder as completion_decoder
 from octavo_server.generation import GeneratedChoice, Generation
 from octavo_server.http.endpoint import Endpoint
-from octavo_server.http.errors import UnsupportedParameter
-from octavo_server.http.sse import encode, encode_line, json_response
+from octavo_server.http.error_responses import UnsupportedParameter
+from octavo_server.http.response import encode, encode_line, json_response
 from octavo_server.pipeline import Answer, Submission
 from octavo_server.services import ModelServices, asked_services_of
 from octavo_server.tenants.api_keys import caller_of

@@ -22,9 +22,9 @@ from octavo_server.dialects.openai.completions import CompletionBody, client_req
 from octavo_server.dialects.tei.endpoints import description, embed, predict
 from octavo_server.generation import ChoiceUpdate, GeneratedChoice
 from octavo_server.http.endpoint import Endpoint
-from octavo_server.http.errors import UnsupportedParameter, typed_errors
+from octavo_server.http.error_responses import UnsupportedParameter, typed_errors
 from octavo_server.http.request_body import BodyDecoder, MalformedJSON
-from octavo_server.http.sse import EventStream, encode_line, json_response
+from octavo_server.http.response import EventStream, encode_line, json_response
 from octavo_server.image_files import MARKDOWN_IMAGE, MarkedText
 from octavo_server.observe.probes import version
 from octavo_server.pipeline import Answer, Dialect, Submission

@@ -36,9 +36,9 @@ from octavo_server.dialects.openai.completions import CompletionBody, client_req
 from octavo_server.dialects.openai.completions import decoder as completion_decoder
 from octavo_server.generation import ChoiceUpdate, GeneratedChoice, Generation
 from octavo_server.http.endpoint import Endpoint
-from octavo_server.http.errors import UnsupportedParameter
+from octavo_server.http.error_responses import UnsupportedParameter
 from octavo_server.http.request_body import BodyDecoder
-from octavo_server.http.sse import encode_line, json_response
+from octavo_server.http.response import encode_line, json_response
 from octavo_server.pipeline import Answer, Dialect, Submission
 from octavo_server.services import ModelServices, server_of
 from octavo_server.tenants.api_keys import caller_of

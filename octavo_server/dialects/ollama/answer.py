@@ -16,8 +16,8 @@ from octavo_server.dialects.chat_reply import members_of
 from octavo_server.dialects.ollama.body import CommonBody
 from octavo_server.dialects.openai.answer_parts import TokenNames, chat_logprobs
 from octavo_server.generation import GeneratedChoice
-from octavo_server.http.errors import ErrorForm
-from octavo_server.http.sse import EventStream, encode_line
+from octavo_server.http.error_responses import ErrorForm
+from octavo_server.http.response import EventStream, encode_line
 from octavo_server.pipeline import Answer
 
 

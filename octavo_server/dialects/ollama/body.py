@@ -13,7 +13,7 @@ from octavo.errors import InvalidParameter
 from octavo.sampling_params import OPTIONS
 from octavo_server.dialects.openai.chat_body import ChatBody, effort, passed_over
 from octavo_server.dialects.openai.common_fields import NO_LIMIT
-from octavo_server.http.errors import UnsupportedParameter
+from octavo_server.http.error_responses import UnsupportedParameter
 from octavo_server.http.request_body import BodyDecoder
 from octavo_server.services import ModelServices
 

@@ -31,8 +31,8 @@ from octavo_server.dialects.openai import completions
 from octavo_server.dialects.openai.answer_parts import TokenNames
 from octavo_server.dialects.openai.common_fields import NO_LIMIT
 from octavo_server.generation import GeneratedChoice
-from octavo_server.http.errors import UnsupportedParameter
-from octavo_server.http.sse import json_response
+from octavo_server.http.error_responses import UnsupportedParameter
+from octavo_server.http.response import json_response
 from octavo_server.pipeline import Dialect, Submission
 from octavo_server.services import ModelServices
 

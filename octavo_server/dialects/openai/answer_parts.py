@@ -13,7 +13,7 @@ from typing import Any
 from octavo.text.tokenizer import Tokenizer
 from octavo.types import TokenLogprobs
 from octavo_server.generation import GeneratedChoice, Generation
-from octavo_server.http.sse import encode
+from octavo_server.http.response import encode
 
 LOWEST = -9999.0
 """Replaces minus infinity, which JSON cannot represent."""

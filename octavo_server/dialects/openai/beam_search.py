@@ -16,9 +16,9 @@ from octavo.sampling_params import DEFAULTS
 from octavo_server.admission import Admission, ClientRequest
 from octavo_server.dialects.openai.common_fields import GenerationFields
 from octavo_server.generation import GeneratedChoice, Prompt
-from octavo_server.http.errors import UnsupportedParameter
+from octavo_server.http.error_responses import UnsupportedParameter
 from octavo_server.http.request_body import GATHERED
-from octavo_server.http.sse import finished_choices
+from octavo_server.http.response import finished_choices
 from octavo_server.tenants.api_keys import Account
 
 IRRELEVANT = ("temperature", "top_p", "top_k", "min_p", "seed", "num_speculative_tokens", "stream_options")

@@ -32,7 +32,7 @@ from octavo_server.dialects.openai.constraints import (
     input_of,
 )
 from octavo_server.generation import ChoiceUpdate, GeneratedChoice, Generation
-from octavo_server.http.sse import encode, encode_line
+from octavo_server.http.response import encode, encode_line
 from octavo_server.pipeline import Dialect, Submission
 from octavo_server.services import ModelServices
 

@@ -37,7 +37,7 @@ from octavo_server.dialects.openai.constraints import (
     message_constraints,
     tool_use,
 )
-from octavo_server.http.errors import UnsupportedParameter
+from octavo_server.http.error_responses import UnsupportedParameter
 from octavo_server.http.request_body import GATHERED, BodyDecoder
 from octavo_server.services import ModelServices
 from octavo_server.tenants.api_keys import caller_of

@@ -19,8 +19,8 @@ from octavo_server.dialects.openai.common_fields import ACCEPTED
 from octavo_server.dialects.openai.embeddings import InputBody, encoded
 from octavo_server.http.endpoint import Endpoint
 from octavo_server.http.request_body import BodyDecoder
-from octavo_server.http.sse import json_response
-from octavo_server.pooling import num_tokens, numbers, read
+from octavo_server.http.response import json_response
+from octavo_server.pooling_requests import num_tokens, numbers, read
 from octavo_server.services import ModelServices
 
 

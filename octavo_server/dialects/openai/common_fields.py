@@ -13,7 +13,7 @@ from starlette.requests import Request
 from octavo.config import SchedulerSettings
 from octavo.errors import InvalidParameter
 from octavo.sampling_params import DEFAULTS, MAX_TOKEN_ID, OPTIONS, RepetitionDetectionParams, SamplingParams
-from octavo_server.http.errors import UnsupportedParameter
+from octavo_server.http.error_responses import UnsupportedParameter
 from octavo_server.services import ModelServices
 from octavo_server.tenants.api_keys import caller_of
 

@@ -43,7 +43,7 @@ from octavo_server.dialects.openai.common_fields import (
 from octavo_server.dialects.openai.constraints import constraint
 from octavo_server.generation import ChoiceUpdate, GeneratedChoice, Generation
 from octavo_server.http.request_body import BodyDecoder
-from octavo_server.http.sse import encode, encode_line, json_response
+from octavo_server.http.response import encode, encode_line, json_response
 from octavo_server.pipeline import Dialect, Submission
 from octavo_server.services import ModelServices
 

@@ -24,7 +24,7 @@ from octavo.grammar import forms
 from octavo.grammar.forms import FormError, GrammarSource
 from octavo.text.message_format import MessageConstraints, Tool
 from octavo_server.dialects.openai.common_fields import GenerationFields
-from octavo_server.http.errors import UnsupportedParameter, printable
+from octavo_server.http.error_responses import UnsupportedParameter, printable
 from octavo_server.http.request_body import ASKS_NOTHING, exact_float
 
 MAX_TOOLS = 256

@@ -27,9 +27,9 @@ from octavo_server.dialects.openai.chat_body import ChatBody
 from octavo_server.dialects.openai.completions import CompletionAnswer, CompletionBody
 from octavo_server.generation import GeneratedChoice, Generation, Prompt
 from octavo_server.http.endpoint import Endpoint
-from octavo_server.http.errors import MissingParameter
+from octavo_server.http.error_responses import MissingParameter
 from octavo_server.http.request_body import BodyDecoder
-from octavo_server.http.sse import json_response
+from octavo_server.http.response import json_response
 from octavo_server.services import ModelServices, server_of
 from octavo_server.tenants.api_keys import caller_of
 

@@ -22,8 +22,8 @@ from octavo_server.dialects.openai.completions import prompts_of
 from octavo_server.generation import GeneratedChoice
 from octavo_server.http.endpoint import Endpoint
 from octavo_server.http.request_body import BodyDecoder
-from octavo_server.http.sse import json_response
-from octavo_server.pooling import PoolingCall, num_tokens, numbers, read, shortening
+from octavo_server.http.response import json_response
+from octavo_server.pooling_requests import PoolingCall, num_tokens, numbers, read, shortening
 from octavo_server.services import ModelServices
 
 

@@ -13,7 +13,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from octavo_server.http.endpoint import Endpoint
-from octavo_server.http.sse import json_response
+from octavo_server.http.response import json_response
 from octavo_server.services import ModelServices, server_of
 
 

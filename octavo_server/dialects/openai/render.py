@@ -22,8 +22,8 @@ from octavo_server.dialects.openai.common_fields import GenerationFields
 from octavo_server.dialects.openai.constraints import OWN_KIND
 from octavo_server.generation import Prompt
 from octavo_server.http.endpoint import Endpoint
-from octavo_server.http.errors import UnsupportedParameter
-from octavo_server.http.sse import json_response
+from octavo_server.http.error_responses import UnsupportedParameter
+from octavo_server.http.response import json_response
 from octavo_server.services import ModelServices, server_of
 
 

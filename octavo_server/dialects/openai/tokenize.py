@@ -16,9 +16,9 @@ from octavo_server.dialects.openai.chat_body import conversation, passed_over
 from octavo_server.dialects.openai.common_fields import ACCEPTED
 from octavo_server.dialects.openai.constraints import tool_use
 from octavo_server.http.endpoint import Endpoint
-from octavo_server.http.errors import MissingParameter
+from octavo_server.http.error_responses import MissingParameter
 from octavo_server.http.request_body import BodyDecoder
-from octavo_server.http.sse import json_response
+from octavo_server.http.response import json_response
 from octavo_server.services import ModelServices, asked_services_of, server_of
 from octavo_server.tenants.api_keys import caller_of
 

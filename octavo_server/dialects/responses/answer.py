@@ -18,9 +18,9 @@ from octavo_server.dialects.chat_reply import ChatReply
 from octavo_server.dialects.openai.answer_parts import TokenNames, chat_logprobs
 from octavo_server.dialects.responses.body import ResponseBody
 from octavo_server.dialects.responses.events import ResponseEvents
-from octavo_server.dialects.responses.records import Record
+from octavo_server.dialects.responses.stored_responses import Record
 from octavo_server.generation import GeneratedChoice, Generation
-from octavo_server.http.sse import EventStream
+from octavo_server.http.response import EventStream
 from octavo_server.services import ModelServices
 
 

@@ -18,10 +18,10 @@ from octavo.errors import InvalidParameter
 from octavo.text.message_parser import Piece
 from octavo_server.dialects.chat_reply import ChatReply
 from octavo_server.dialects.responses.events import ResponseEvents, pieces_of
-from octavo_server.dialects.responses.records import Record
+from octavo_server.dialects.responses.stored_responses import Record
 from octavo_server.durable.journal import Journal
 from octavo_server.durable.reader import StreamChanged
-from octavo_server.http.sse import HEADERS, KEEP_ALIVE, KEEP_ALIVE_SECONDS
+from octavo_server.http.response import HEADERS, KEEP_ALIVE, KEEP_ALIVE_SECONDS
 
 UNFINISHED: dict[str, Any] = {"completed_at": None, "error": None, "incomplete_details": None, "usage": None}
 """Members of a response object before its end."""

@@ -13,7 +13,7 @@ from octavo_server.dialects.openai.chat_body import IGNORED_IN_CHAT, ChatBody, e
 from octavo_server.dialects.openai.common_fields import SAMPLING, RepetitionDetectionFields, check_max_tokens, sampling
 from octavo_server.dialects.responses.items import ItemMessages
 from octavo_server.dialects.responses.tools import Item, chat_choice, offered_tools
-from octavo_server.http.errors import UnsupportedParameter
+from octavo_server.http.error_responses import UnsupportedParameter
 from octavo_server.http.request_body import BodyDecoder
 from octavo_server.services import ModelServices
 

@@ -22,10 +22,10 @@ from octavo_server.dialects.responses.items import REFERENCE, ItemMessages, inpu
 from octavo_server.dialects.responses.tools import Item
 from octavo_server.durable.store import decode
 from octavo_server.http.endpoint import Endpoint
-from octavo_server.http.errors import NotFound, printable
+from octavo_server.http.error_responses import NotFound, printable
 from octavo_server.http.paging import page_of_items
 from octavo_server.http.request_body import BodyDecoder
-from octavo_server.http.sse import json_response
+from octavo_server.http.response import json_response
 from octavo_server.services import ServerServices, server_of
 from octavo_server.tenants.api_keys import Caller, caller_of
 

@@ -11,19 +11,19 @@ from octavo.errors import InvalidParameter, Unavailable
 from octavo_server.dialects.chat_reply import Translated, chat_request, num_prompt_tokens, submission
 from octavo_server.dialects.openai.render import generate_bodies
 from octavo_server.dialects.responses.answer import ResponseAnswer, ResponseStream, TextLogprobs, begun
-from octavo_server.dialects.responses.background import BackgroundResponses
+from octavo_server.dialects.responses.background_responses import BackgroundResponses
 from octavo_server.dialects.responses.background_stream import LiveResponse, event_stream, position
 from octavo_server.dialects.responses.body import PATH, ResponseBody, check, decoder, translated, without_effect
 from octavo_server.dialects.responses.conversations import items_of
 from octavo_server.dialects.responses.events import response_of
 from octavo_server.dialects.responses.items import REFERENCE, input_items, new_items
-from octavo_server.dialects.responses.records import PendingResponse, Record, find, keep, not_found, requested
+from octavo_server.dialects.responses.stored_responses import PendingResponse, Record, find, keep, not_found, requested
 from octavo_server.dialects.responses.tools import Item, with_added
 from octavo_server.durable.background_jobs import RETRY_SECONDS
 from octavo_server.http.endpoint import Endpoint
-from octavo_server.http.errors import UnsupportedParameter, printable
+from octavo_server.http.error_responses import UnsupportedParameter, printable
 from octavo_server.http.paging import page_of_items
-from octavo_server.http.sse import json_response
+from octavo_server.http.response import json_response
 from octavo_server.pipeline import Dialect, Submission
 from octavo_server.services import ModelServices, ServerServices, server_of
 from octavo_server.tenants.api_keys import Caller, caller_of

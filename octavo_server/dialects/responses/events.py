@@ -15,7 +15,7 @@ from typing import Any
 
 from octavo.text.message_parser import Call, CallProgress, Piece, Text
 from octavo_server.dialects.responses.tools import KEYS, CallTypes, Item, call_of, written
-from octavo_server.http.sse import encode_line
+from octavo_server.http.response import encode_line
 
 _ITEM_ID = re.compile(r"[a-z]+_([0-9a-f]{32})[0-9a-f]{2,}")
 PART_TYPES = {"message": "output_text", "reasoning": "reasoning_text"}

@@ -12,7 +12,7 @@ from typing import Any
 from octavo.errors import InvalidParameter
 from octavo_server.dialects.history import LeftOut, media_of, note, omitted, readable
 from octavo_server.dialects.responses.tools import ADDITIONAL, CUSTOM, KEYS, Item, call_of
-from octavo_server.http.errors import UnsupportedParameter
+from octavo_server.http.error_responses import UnsupportedParameter
 
 ROLES = ("user", "assistant", "system", "developer")
 REFERENCE = "item_reference"

@@ -13,7 +13,7 @@ from octavo.errors import InvalidParameter
 from octavo.text.message_parser import Call
 from octavo_server.dialects.history import LeftOut
 from octavo_server.dialects.openai.constraints import arguments_of, input_of
-from octavo_server.http.errors import UnsupportedParameter, printable
+from octavo_server.http.error_responses import UnsupportedParameter, printable
 
 Item = dict[str, Any]
 OUTSIDE = ("type", "async", "allowed_callers", "defer_loading", "output_schema")

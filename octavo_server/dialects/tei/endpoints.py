@@ -22,11 +22,11 @@ from octavo_server.dialects.openai.completions import prompts_of
 from octavo_server.dialects.openai.scoring import Document, RerankBody, rerank_documents
 from octavo_server.generation import GeneratedChoice
 from octavo_server.http.endpoint import Endpoint
-from octavo_server.http.errors import UnsupportedParameter, typed_errors
+from octavo_server.http.error_responses import UnsupportedParameter, typed_errors
 from octavo_server.http.request_body import BodyDecoder
-from octavo_server.http.sse import json_response
+from octavo_server.http.response import json_response
 from octavo_server.observe.probes import version
-from octavo_server.pooling import MAX_TEXTS, WHOLE_CONTEXT, PoolingCall, numbers, read, shortening
+from octavo_server.pooling_requests import MAX_TEXTS, WHOLE_CONTEXT, PoolingCall, numbers, read, shortening
 from octavo_server.services import ModelServices
 
 SIDES: dict[str, Literal["left", "right"]] = {"Left": "left", "Right": "right", "left": "left", "right": "right"}

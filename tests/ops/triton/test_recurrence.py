@@ -12,7 +12,7 @@ import torch
 from octavo import ops
 from octavo.models.layer_cache import recurrent_state, state_layer
 from octavo.ops.recurrent.gated_norm import Gate
-from octavo.runtime.memory import chunk_bytes
+from octavo.runtime.memory_budget import chunk_bytes
 from octavo_kernels.triton.launch import invariant
 from octavo_kernels.triton.recurrent import causal_conv, recurrence, selective_scan
 from octavo_kernels.triton.recurrent.gated_norm import gated_norm_triton

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from octavo.telemetry.cache_view import CACHED, FREE, SHARED, CacheView, PrefixView, SessionView
-from octavo.telemetry.events import Event
+from octavo.telemetry.request_events import Event
 from octavo.types import EngineStats, Output
 from tests.server.console.conftest import PHONE, says
 from tests.server.in_process import InProcessEngine

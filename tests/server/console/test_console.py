@@ -14,7 +14,7 @@ import httpx
 import pytest
 
 import octavo_server.console
-from octavo.telemetry.events import Event
+from octavo.telemetry.request_events import Event
 from octavo.types import EngineStats, Output
 from octavo_server.console import stats_stream as live
 from octavo_server.observe.step_log import MAX_SHARES, MAX_STEPS, StepLog, StepShare

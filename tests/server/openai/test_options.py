@@ -9,13 +9,13 @@ from typing import Any
 import msgspec
 import pytest
 
-from octavo.cli.sampling import add_sampling, sampling_values
+from octavo.cli.sampling_flags import add_sampling, sampling_values
 from octavo.errors import InvalidParameter
 from octavo.sampling_params import DEFAULTS, OPTIONS, Option, SamplingParams
 from octavo.weights.generation_config import sampling_defaults
 from octavo_server.dialects.anthropic import body as anthropic
 from octavo_server.dialects.openai import chat_body, completions
-from octavo_server.http.errors import UnsupportedParameter
+from octavo_server.http.error_responses import UnsupportedParameter
 from octavo_server.http.request_body import BodyDecoder
 from tests.server.conftest import Served
 

@@ -13,7 +13,7 @@ import openai
 import pytest
 import torch
 
-from octavo_server.pooling import MAX_TEXTS
+from octavo_server.pooling_requests import MAX_TEXTS
 from tests.conftest import Server, start_server
 from tests.models.encoder_families import MAX_LEN, make_encoder, word_tokenizer
 

@@ -13,7 +13,7 @@ import openai
 import pytest
 
 from octavo.errors import RequestFailed
-from octavo_server.dialects.responses import background
+from octavo_server.dialects.responses import background_responses
 from octavo_server.durable import store as store_module
 from tests.server.conftest import Served, execute, fill, make_room
 from tests.server.in_process import ANSWER, IM_END, InProcessEngine, byte_tokenizer
@@ -301,7 +301,7 @@ def test_what_a_job_does_not_foresee_ends_the_response(serve_app: Any, monkeypat
     def boom(*args: Any) -> Any:
         raise RuntimeError("secret")
 
-    monkeypatch.setattr(background, "chat_request", boom)
+    monkeypatch.setattr(background_responses, "chat_request", boom)
     served = serve_app()
     ended = until_done(served, post(served, background=True).json()["id"])
     assert (ended["status"], ended["error"]["code"]) == ("failed", "server_error")

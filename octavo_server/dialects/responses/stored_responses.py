@@ -12,7 +12,7 @@ from octavo_server.dialects.responses.body import ResponseBody
 from octavo_server.dialects.responses.conversations import CONVERSATION, with_items
 from octavo_server.dialects.responses.tools import Item
 from octavo_server.durable.store import StoredItem, decode
-from octavo_server.http.errors import NotFound, Unreadable, printable
+from octavo_server.http.error_responses import NotFound, Unreadable, printable
 from octavo_server.services import ServerServices, server_of
 from octavo_server.tenants.api_keys import Caller, caller_of
 

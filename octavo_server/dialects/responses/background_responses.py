@@ -14,12 +14,12 @@ from octavo_server.dialects.responses.answer import end_status, ended, failed
 from octavo_server.dialects.responses.background_stream import LiveResponse
 from octavo_server.dialects.responses.body import PATH, translated
 from octavo_server.dialects.responses.events import add_output
-from octavo_server.dialects.responses.records import KIND, PENDING, PendingResponse, Record, item_of, keep
+from octavo_server.dialects.responses.stored_responses import KIND, PENDING, PendingResponse, Record, item_of, keep
 from octavo_server.durable.background_jobs import inner_request, retry_while_unavailable
 from octavo_server.durable.own_requests import admit_inner, can_continue, end_inner
 from octavo_server.durable.store import StoredItem, decoded
-from octavo_server.http.errors import UnexpectedError
-from octavo_server.http.sse import attended
+from octavo_server.http.error_responses import UnexpectedError
+from octavo_server.http.response import attended
 from octavo_server.services import ServerServices
 from octavo_server.tenants.api_keys import Caller
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from octavo.cache.kv_cache import KVCache
 from octavo.steps.graph_shapes import MAX_DRAFTS
-from octavo.telemetry.events import EventLog
+from octavo.telemetry.request_events import EventLog
 from octavo.types import REPETITION, EngineStats, FinishReason, Output, Sampled, Scheduled, Sequence, StopReason
 
 PENDING: tuple[int | None, ...] = (None,)

@@ -13,7 +13,7 @@ from octavo.quant.methods import METHODS
 from octavo.speculative_config import Method
 from octavo.text.message_format import HARMONY_NAME, TOOL_FORMATS
 from octavo.text.reasoning import FAMILIES
-from octavo.weights.gguf.blocks import BLOCK_KINDS
+from octavo.weights.gguf.block_formats import BLOCK_KINDS
 from octavo.weights.safetensors import DTYPES
 from octavo_bench.architectures import Judged, read_record
 from octavo_bench.reference.filling import filled

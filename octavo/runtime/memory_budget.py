@@ -19,8 +19,8 @@ import torch
 from octavo.config import CacheSettings, EngineConfig, SchedulerSettings
 from octavo.errors import ConfigError
 from octavo.model_info import KVGroupInfo
-from octavo.models.config import ModelConfig
 from octavo.models.layer_cache import KVGroup, LayerCacheSpec, kv_groups, rank_cache, stage_caches, with_routes
+from octavo.models.model_config import ModelConfig
 from octavo.ops.attention.attention import MAX_SCRATCH
 from octavo.ops.device_backend import backend_of, is_gpu
 from octavo.ops.linear.grouped_linear import LARGEST_COPY

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from octavo.errors import CheckpointError
-from octavo.weights.gguf.blocks import BlockTensor
+from octavo.weights.gguf.block_formats import BlockTensor
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 Part = Tensor | BlockTensor

@@ -17,7 +17,7 @@ from starlette.types import Receive, Scope, Send
 
 from octavo.errors import CANCELLATIONS, RequestError
 from octavo_server.generation import ClientGone, EventWriter, GeneratedChoice, Generation, ignore_updates
-from octavo_server.http.errors import error_object
+from octavo_server.http.error_responses import error_object
 from octavo_server.http.server import WRITE_PIECE, WritePiece
 
 KEEP_ALIVE_SECONDS = 10.0

@@ -11,7 +11,7 @@ from typing import Any
 
 from octavo.errors import InvalidParameter
 from octavo_server.dialects.history import LeftOut, media_of, note, omitted, readable
-from octavo_server.http.errors import UnsupportedParameter
+from octavo_server.http.error_responses import UnsupportedParameter
 
 Block = tuple[dict[str, Any], str]
 """A block, and where it is in the request."""

@@ -15,7 +15,7 @@ from octavo.types import Task
 from octavo_server.admission import ClientRequest, PromptSource, ShortenedText
 from octavo_server.generation import GeneratedChoice, Generation
 from octavo_server.http.request_body import BodyDecoder
-from octavo_server.http.sse import finished_choices
+from octavo_server.http.response import finished_choices
 from octavo_server.services import Body, ModelServices, server_of
 from octavo_server.tenants.api_keys import caller_of
 

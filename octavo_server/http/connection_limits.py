@@ -20,7 +20,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 from uvicorn.server import ServerState
 
 from octavo.errors import RequestError, Unavailable
-from octavo_server.http.errors import HTTPRefusal, error_response
+from octavo_server.http.error_responses import HTTPRefusal, error_response
 
 
 class ByteBudget:

@@ -10,10 +10,10 @@ from typing import NamedTuple
 import msgspec
 
 from octavo_fleet.routing.routers import BLIND, Router
+from octavo_fleet.sim.client_metrics import RequestProgress
 from octavo_fleet.sim.clock import START
 from octavo_fleet.sim.jobs import Awaits, Job, Workload
 from octavo_fleet.sim.replica import Arrival, Replica
-from octavo_fleet.sim.report import RequestProgress
 
 NEVER = float("inf")
 LEAST_TOKENS = 256

@@ -17,8 +17,8 @@ from octavo_server.dialects.ollama.body import ACCEPTED, served_name
 from octavo_server.dialects.openai.completions import prompts_of
 from octavo_server.http.endpoint import Endpoint
 from octavo_server.http.request_body import BodyDecoder
-from octavo_server.http.sse import encode, json_response
-from octavo_server.pooling import PoolingCall, num_tokens, numbers, read
+from octavo_server.http.response import encode, json_response
+from octavo_server.pooling_requests import PoolingCall, num_tokens, numbers, read
 from octavo_server.services import ModelServices, server_of
 
 API_VERSION = "0.12.6"

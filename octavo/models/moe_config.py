@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from octavo.models.config import ACTIVATIONS, ModelConfig
 from octavo.models.config_keys import ConfigKeys, wrong
+from octavo.models.model_config import ACTIVATIONS, ModelConfig
 from octavo.ops.linear.linear import Activation
 from octavo.ops.moe import CappedSwish, ClampedSwish, Routing, SoftcappedSwish
 

@@ -26,7 +26,7 @@ from octavo.quant.stored.stored_weight import (
     WeightFormat,
     shard_range,
 )
-from octavo.weights.gguf.blocks import BLOCK_KINDS, BlockTensor, dequantize, split_groups
+from octavo.weights.gguf.block_formats import BLOCK_KINDS, BlockTensor, dequantize, split_groups
 
 NUMBERS: dict[str, Number] = {kind: "uint4" if kind in FOUR_BIT_KINDS else "int8" for kind in KINDS}
 NUMBERS |= dict.fromkeys(("Q3_K", "Q4_0", "TQ1_0", "TQ2_0"), "int4")
