@@ -1,4 +1,4 @@
-"""Views of the first KV group, for the console."""
+"""What is reported of the KV cache: gauges for metrics, and views of the first KV group for the console."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ from collections.abc import Collection
 from collections.abc import Sequence as Several
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from octavo.cache.group_cache import GroupCache
 from octavo.cache.kv_cache import KVCache
 from octavo.telemetry.cache_view import CACHED, FREE, SHARED, CacheView, PrefixView
-from octavo.types import Sequence
+from octavo.types import EngineStats, KVGroupStats, Sequence
 
 MAX_CELLS = 1024
 MAX_PREFIXES = 64
@@ -73,3 +74,56 @@ def _prefixes(firsts: Several[GroupCache]) -> tuple[list[PrefixView], bool]:
         pending += [(len(chains), child) for child in node.children.values()]
         chains.append(PrefixView(parent, num_blocks, num_held))
     return chains, bool(pending)
+
+
+def snapshot(counters: EngineStats, cache: KVCache, num_running: int, num_waiting: int) -> EngineStats:
+    """``counters`` with the current gauges; O(1), since every gauge is updated incrementally."""
+    firsts = [groups[0] for groups in cache.ranks]
+    stats = msgspec.structs.replace(
+        counters,
+        accepted_by_position=list(counters.accepted_by_position),
+        num_running=num_running,
+        num_waiting=num_waiting,
+        num_used_blocks=sum([first.num_used for first in firsts]),
+        num_empty_slots=cache.num_empty_slots,
+        num_cached_blocks=sum([first.num_cached for first in firsts]),
+        num_copied_tokens=cache.num_copied,
+        num_evictions=sum([group.num_evicted for groups in cache.ranks for group in groups]),
+        num_sessions=len(cache.sessions),
+        num_pinned_blocks=sum([first.num_pinned for first in firsts]),
+        session_queries=cache.sessions.num_queries,
+        session_hits=cache.sessions.num_hits,
+    )
+    if len(cache.groups) > 1:
+        stats.kv_groups = [
+            KVGroupStats(
+                of_ranks[0].window,
+                sum([group.num_blocks for group in of_ranks]),
+                sum([group.num_used for group in of_ranks]),
+                sum([group.num_cached for group in of_ranks]),
+            )
+            for of_ranks in zip(*cache.ranks, strict=True)
+        ]
+    if (states := cache.states) is not None:
+        stats.num_state_slots, stats.num_used_states = states.size.num_slots, states.num_used
+        stats.num_snapshots, stats.num_snapshot_hits = states.num_snapshots, states.num_hits
+        stats.num_snapshot_evictions = states.num_evicted
+    offload = cache.offload
+    if offload is not None:
+        stats.num_offload_saved = offload.stats.num_saved
+        stats.num_offload_dropped = offload.stats.num_dropped
+        stats.num_offload_prefetched = offload.stats.num_prefetched
+        stats.num_offload_restored = offload.stats.num_restored
+        stats.offload_memory_bytes = offload.host.num_bytes
+        stats.num_transfer_received, stats.num_transfer_failures = (
+            offload.stats.num_received,
+            offload.stats.num_failures,
+        )
+        if offload.held is not None:
+            held, _ = offload.held
+            stats.num_transfer_held, stats.transfer_held_bytes = len(held), held.num_bytes
+            stats.num_transfer_expired = held.num_expired
+        if offload.disk is not None:
+            stats.num_offload_bad_files = offload.disk.num_bad
+            stats.offload_disk_bytes = offload.disk.num_bytes
+    return stats

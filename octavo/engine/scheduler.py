@@ -10,10 +10,9 @@ import time
 from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import Future
 
-import msgspec
-
 from octavo.cache.kv_cache import KVCache
 from octavo.config import SchedulerSettings
+from octavo.engine.cache_report import snapshot
 from octavo.engine.fault_isolation import FaultIsolation, divided
 from octavo.engine.policies import make_policy
 from octavo.engine.policies.policy import PolicyContext
@@ -22,7 +21,7 @@ from octavo.engine.runner.route_reading import RouteReading
 from octavo.engine.sequence_admission import SequenceAdmission
 from octavo.engine.sequence_images import Images, ImageSettings
 from octavo.engine.speculative.speculation import NO_DRAFTS, Drafts, Speculation, num_proposed
-from octavo.engine.stopping import apply_result, error_output, take
+from octavo.engine.stopping import apply_result, error_output
 from octavo.engine.timing.step_budget import StepBudget
 from octavo.errors import ConfigError, ContextLengthExceeded, InvalidParameter, RunnerError
 from octavo.steps.limits import RopeSets
@@ -30,7 +29,6 @@ from octavo.telemetry.request_events import EventLog
 from octavo.types import (
     EngineStats,
     FinishReason,
-    KVGroupStats,
     Output,
     Plan,
     Request,
@@ -42,6 +40,8 @@ from octavo.types import (
 
 RUNNING = Status.RUNNING
 DEFAULTS = SchedulerSettings()
+PENDING: tuple[int | None, ...] = (None,)
+"""The token of a decode whose previous step is still in flight; a constant, since most shares have it."""
 
 
 class Scheduler(SequenceAdmission):
@@ -258,17 +258,28 @@ class Scheduler(SequenceAdmission):
         return [seq for seq in known if seq.id in chosen]
 
     def _take(self, seq: Sequence, num_tokens: int, drafts: tuple[int, ...] = ()) -> Scheduled:
-        start, states = seq.num_computed_tokens, self.cache.states
+        """Schedule the next ``num_tokens`` tokens of ``seq``, then ``drafts``: they are now in flight."""
+        start, tokens, states = seq.num_computed_tokens, seq.tokens, self.cache.states
+        end = start + num_tokens
         marks: tuple[tuple[int, int], ...] = ()
         if states is not None and drafts:
             states.checkpoint(seq)
         if states is not None and num_tokens > 1:
-            marks = states.mark(seq, start + num_tokens)
-        item = take(seq, num_tokens, drafts, num_proposed(self.speculation), marks)
-        if seq.images is None or self.images is None:
-            return item
-        encodes = self.images.to_encode(seq, start, start + num_tokens)
-        return msgspec.structs.replace(item, encodes=encodes) if encodes else item
+            marks = states.mark(seq, end)
+        samples = end == len(tokens)
+        taken = PENDING
+        if tokens[start] is not None:
+            taken = (tokens[start],) if num_tokens == 1 else tuple(tokens[start:end])
+        if samples:
+            tokens.append(None)
+        if drafts:
+            tokens += [None] * len(drafts)
+        seq.num_computed_tokens = end + len(drafts)
+        seq.decodes = samples
+        seq.num_in_flight += 1
+        encodes = () if seq.images is None or self.images is None else self.images.to_encode(seq, start, end)
+        proposed = num_proposed(self.speculation)
+        return Scheduled(seq, start, taken, drafts, samples, seq.epoch, seq.num_rejected, proposed, encodes, marks)
 
     def _end_of_chunk(self, seq: Sequence, num_tokens: int) -> int:
         """How many of the next tokens of a sequence with images can be computed now, at most ``num_tokens`` unless
@@ -523,56 +534,3 @@ class Scheduler(SequenceAdmission):
         for seq in self.leaving:
             assert seq.status is Status.FINISHED, "a leaving sequence has not ended"
             assert seq.num_in_flight, "a finished sequence keeps its blocks"
-
-
-def snapshot(counters: EngineStats, cache: KVCache, num_running: int, num_waiting: int) -> EngineStats:
-    """``counters`` with the current gauges; O(1), since every gauge is updated incrementally."""
-    firsts = [groups[0] for groups in cache.ranks]
-    stats = msgspec.structs.replace(
-        counters,
-        accepted_by_position=list(counters.accepted_by_position),
-        num_running=num_running,
-        num_waiting=num_waiting,
-        num_used_blocks=sum([first.num_used for first in firsts]),
-        num_empty_slots=cache.num_empty_slots,
-        num_cached_blocks=sum([first.num_cached for first in firsts]),
-        num_copied_tokens=cache.num_copied,
-        num_evictions=sum([group.num_evicted for groups in cache.ranks for group in groups]),
-        num_sessions=len(cache.sessions),
-        num_pinned_blocks=sum([first.num_pinned for first in firsts]),
-        session_queries=cache.sessions.num_queries,
-        session_hits=cache.sessions.num_hits,
-    )
-    if len(cache.groups) > 1:
-        stats.kv_groups = [
-            KVGroupStats(
-                of_ranks[0].window,
-                sum([group.num_blocks for group in of_ranks]),
-                sum([group.num_used for group in of_ranks]),
-                sum([group.num_cached for group in of_ranks]),
-            )
-            for of_ranks in zip(*cache.ranks, strict=True)
-        ]
-    if (states := cache.states) is not None:
-        stats.num_state_slots, stats.num_used_states = states.size.num_slots, states.num_used
-        stats.num_snapshots, stats.num_snapshot_hits = states.num_snapshots, states.num_hits
-        stats.num_snapshot_evictions = states.num_evicted
-    offload = cache.offload
-    if offload is not None:
-        stats.num_offload_saved = offload.stats.num_saved
-        stats.num_offload_dropped = offload.stats.num_dropped
-        stats.num_offload_prefetched = offload.stats.num_prefetched
-        stats.num_offload_restored = offload.stats.num_restored
-        stats.offload_memory_bytes = offload.host.num_bytes
-        stats.num_transfer_received, stats.num_transfer_failures = (
-            offload.stats.num_received,
-            offload.stats.num_failures,
-        )
-        if offload.held is not None:
-            held, _ = offload.held
-            stats.num_transfer_held, stats.transfer_held_bytes = len(held), held.num_bytes
-            stats.num_transfer_expired = held.num_expired
-        if offload.disk is not None:
-            stats.num_offload_bad_files = offload.disk.num_bad
-            stats.offload_disk_bytes = offload.disk.num_bytes
-    return stats

@@ -1,4 +1,4 @@
-"""A sequence's share of a step: taken from its tokens, and its result applied to them, which may be the last.
+"""The result of a sequence's share of a step is applied to its tokens: drafts are accepted, and the sequence may end.
 
 Stop strings are not tokens; the detokenizer's side looks for them and aborts the request.
 """
@@ -6,38 +6,8 @@ Stop strings are not tokens; the detokenizer's side looks for them and aborts th
 from __future__ import annotations
 
 from octavo.cache.kv_cache import KVCache
-from octavo.steps.graph_shapes import MAX_DRAFTS
 from octavo.telemetry.request_events import EventLog
 from octavo.types import REPETITION, EngineStats, FinishReason, Output, Sampled, Scheduled, Sequence, StopReason
-
-PENDING: tuple[int | None, ...] = (None,)
-"""The token of a decode whose previous step is still in flight; a constant, since most shares have it."""
-
-
-def take(
-    seq: Sequence,
-    num_tokens: int,
-    drafts: tuple[int, ...] = (),
-    num_proposed: int = MAX_DRAFTS,
-    marks: tuple[tuple[int, int], ...] = (),
-) -> Scheduled:
-    """Schedule the next ``num_tokens`` tokens of ``seq``, then ``drafts``: they are now in flight."""
-    start = seq.num_computed_tokens
-    end = start + num_tokens
-    tokens = seq.tokens
-    samples = end == len(tokens)
-    taken = PENDING
-    if tokens[start] is not None:
-        taken = (tokens[start],) if num_tokens == 1 else tuple(tokens[start:end])
-    if samples:
-        tokens.append(None)
-    if drafts:
-        tokens += [None] * len(drafts)
-        end += len(drafts)
-    seq.num_computed_tokens = end
-    seq.decodes = samples
-    seq.num_in_flight += 1
-    return Scheduled(seq, start, taken, drafts, samples, seq.epoch, seq.num_rejected, num_proposed, (), marks)
 
 
 def apply_result(

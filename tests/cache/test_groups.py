@@ -10,8 +10,9 @@ import pytest
 from octavo.cache.group_cache import GroupCache, GroupSize
 from octavo.cache.kv_cache import KVCache
 from octavo.cache.kv_events import KVEvents, Removed, Stored
+from octavo.engine.cache_report import snapshot
 from octavo.engine.policies.victims import largest
-from octavo.engine.scheduler import Scheduler, snapshot
+from octavo.engine.scheduler import Scheduler
 from octavo.errors import ConfigError, ContextLengthExceeded
 from octavo.types import EngineStats, KVGroupStats, Sequence
 from tests.cache.test_window import begin, sequence_of, walk

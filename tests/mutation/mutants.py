@@ -30,8 +30,8 @@ MUTANTS = [
     Mutant(SCHEDULER, "is_sorted = is_sorted and (newest is None or newest.order < seq.order)", "is_sorted = True"),
     Mutant(SCHEDULER, "budget += shares.pop(seq, 0)", "budget += shares.get(seq, 0)"),
     Mutant(SCHEDULER, "self.cache.note_filled(total_budget - rest)", "self.cache.note_filled(total_budget)"),
-    Mutant("engine/stopping.py", "samples = end == len(tokens)", "samples = end >= len(tokens) - 1"),
-    Mutant("engine/stopping.py", "tokens += [None] * len(drafts)", "pass"),
+    Mutant("engine/scheduler.py", "samples = end == len(tokens)", "samples = end >= len(tokens) - 1"),
+    Mutant("engine/scheduler.py", "tokens += [None] * len(drafts)", "pass"),
     # Preemption, and the end of sequences.
     Mutant(SCHEDULER, "not other.num_in_flight and other.dp_rank == seq.dp_rank", "other.dp_rank == seq.dp_rank"),
     Mutant(SCHEDULER, "if other is seq:\n                break", "if other is seq:\n                continue"),
