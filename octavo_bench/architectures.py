@@ -59,7 +59,7 @@ SIZES = {
 LISTS = (
     *("layer_types", "layer_rope_theta", "no_rope_layers", "mlp_layer_types", "moe_layers", "per_layer_config"),
     *("activation_sparsity_pattern", "num_attention_heads_per_layer", "layers_block_type", "attention_layers"),
-    *("indexer_types",),
+    *("indexer_types", "num_layers_per_stack"),
     *(
         "mamba_d_head",
         "mamba_headdim",

@@ -220,7 +220,7 @@ class PagedTransformer(OutputHead):
         tokens = torch.zeros(2, dtype=torch.int64, device=device)
         self._decode(tokens, torch.arange(2, device=device))
         specs, layers = self.state.specs, self.state.layers
-        if set(layers) != set(range(num_layers(config))):
+        if len(layers) < num_layers(config):  # which counts those that are run again as often
             raise NotPaged("not every layer's attention can be replaced")
         windows = _windows(config, num_layers(config))
         if [spec.window for spec in specs] != [windows[layer] for layer in layers]:

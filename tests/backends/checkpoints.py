@@ -47,13 +47,14 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "diffllama": ("diffllama", {}),
+    "hrm_text": ("hrm_text", {"num_hidden_layers": 1, "num_key_value_heads": 4, "L_cycles": 2}),
     "youtu": ("youtu", {**MLA, "num_key_value_heads": 4}),
     "bloom": ("bloom", {"n_head": 4, "n_layer": 2}),
     "openai-gpt": ("openai-gpt", {"n_embd": 32, "n_head": 4, "n_layer": 2, "n_positions": 256}),
     "mamba": ("mamba", {"state_size": 8, "expand": 2, "time_step_rank": 4}),
 }
 PAGED = ("cohere", "starcoder2", "stablelm", "granite", "gpt_neox", "phi", "smollm3", "helium", "bart")
-PAGED += ("diffllama", "youtu")
+PAGED += ("diffllama", "hrm_text", "youtu")
 """Those whose attention runs over the paged cache; the others keep their own."""
 OWN = ("bloom", "mamba", "openai-gpt")
 
