@@ -62,7 +62,8 @@ class WorkerResult(NamedTuple):
 
 
 def _in_processes(fleet: Fleet, workload: Workload, targets: LatencyTargets, processes: int) -> list[WorkerResult]:
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__])  # what they import takes seconds, which they share
     with ProcessPoolExecutor(processes, context) as pool:
         futures = [
             pool.submit(_serve, fleet, workload, targets, range(first, fleet.num_replicas, processes))
