@@ -61,8 +61,8 @@ def commands() -> Iterator[Command]:
             yield cast(Command, found)
 
 
-def build_parser() -> Parser:
-    """The parser of all commands."""
+def build_parser(only: str | None = None) -> Parser:
+    """The parser of all commands; with ``only``, without the arguments of others, which take long to add."""
     parser = Parser(prog="octavo", description="Serve and run large language models.")
     parser.usage = "octavo COMMAND [options]"
     parser.add_argument("--version", action="version", version=f"octavo {__version__}")
@@ -72,14 +72,15 @@ def build_parser() -> Parser:
     for command in commands():
         sub = table.add_parser(command.NAME, help=command.HELP, description=command.HELP[0].upper() + command.HELP[1:])
         sub.set_defaults(run=command.run, parser=sub)
-        command.add_arguments(sub)
+        if only in (None, command.NAME):
+            command.add_arguments(sub)
     return parser
 
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     """Parse ``argv``; exit after printing help, the version or a usage error."""
     argv = sys.argv[1:] if argv is None else argv
-    parser = build_parser()
+    parser = build_parser(argv[0] if argv else "")
     if not argv:
         parser.print_help()
         print(f"\nexamples:\n{EXAMPLES}", end="")
