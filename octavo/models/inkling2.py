@@ -60,6 +60,10 @@ class Inkling2Config(DistanceConfig):
     def has_stages(self) -> bool:
         return False  # between layers are all blocks
 
+    @property
+    def stream_size(self) -> int:
+        return (self.num_blocks + 1) * self.hidden_size
+
 
 class BlockAttention:
     """Normed inputs of a part of a layer: what its queries find in blocks, of the model's dtype."""

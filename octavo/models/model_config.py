@@ -100,8 +100,8 @@ class ModelConfig:
 
     @property
     def stream_size(self) -> int:
-        """Numbers of the model's dtype that a token takes between two layers; overridden by families that keep more
-        there than residual streams of that type."""
+        """Most numbers of the model's dtype that a token takes between two layers; overridden by families that keep
+        more there than residual streams of that type."""
         return self.num_streams * self.hidden_size
 
     @property

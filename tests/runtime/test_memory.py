@@ -3,27 +3,30 @@
 from __future__ import annotations
 
 import ctypes
+import json
 import math
 import platform
 import resource
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
+from octavo.build.build_engine import build_engine
 from octavo.config import EngineConfig
 from octavo.errors import ConfigError
 from octavo.models.layer_cache import KVGroup, rank_cache
-from octavo.models.meta_model import outline
 from octavo.models.registry import ARCHITECTURES, read_config
 from octavo.ops.attention.choose_keys import MOST_SCORES
 from octavo.ops.collective import SINGLE_RANK, ContextRanks
-from octavo.quant.stored.stored_weight import WeightFormat
 from octavo.runtime import memory_budget
 from octavo.runtime.kv_storage import KVStorage
 from octavo.runtime.memory_budget import GIB, Limits, MemoryBudget, plan_memory
-from octavo.weights.dummy import DummyCheckpoint
+from octavo.sampling_params import SamplingParams
+from octavo.types import Request
 from octavo_bench.sanity import tiny_config
 from tests.tiers import nightly
 
@@ -40,7 +43,7 @@ KEYS = {
 MODEL = read_config(KEYS)
 STREAMS = [
     f"{name}ForCausalLM"
-    for name in ("DeepseekV4", "Gemma3n", "Glm5Next", "HYV4", "Inkling", "Llama", "Qwen4Exp", "Zaya")
+    for name in ("DeepseekV4", "Gemma3n", "Glm5Next", "HYV4", "Inkling2", "Llama", "Qwen4Exp", "Zaya")
 ]
 """Families of which a token is more than one vector between layers, and others."""
 PER_TOKEN = 30 * 2 * 3 * 64 * 4
@@ -171,15 +174,27 @@ def test_the_keys_of_indexers_and_their_scores_take_memory(max_model_len: int) -
 
 
 @pytest.mark.parametrize("name", STREAMS + [nightly(name) for name in ARCHITECTURES if name not in STREAMS])
-def test_what_a_token_takes_between_layers_is_planned(name: str) -> None:
-    config = read_config(keys := tiny_config(name))
-    form = WeightFormat(torch.bfloat16, torch.device("cpu"))
-    model: Any = outline(config, DummyCheckpoint(keys, {}, 0), form).model
-    tokens_T = torch.zeros(3, dtype=torch.int64, device="meta")
-    x_TD = model.embedded(tokens_T, tokens_T)
-    if name == "Qwen4ExpForCausalLM":  # its first layer makes the streams
-        x_TD = x_TD.repeat(1, model.layers[0].num_streams)
-    assert x_TD.nbytes == len(x_TD) * config.stream_size * 2
+def test_what_a_token_takes_between_layers_is_planned(name: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(tiny_config(name)))
+    sizes = {"model": str(tmp_path), "load_format": "dummy", "device": "cpu", "dtype": "bfloat16"}
+    engine, _ = build_engine(EngineConfig.from_flat({**sizes, "max_model_len": 256, "num_kv_blocks": 32}))
+    runner: Any = engine.runner
+    model, widths = runner.executor._program.model, set[float]()
+
+    def noted(part: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def run(*args: Any) -> Tensor:
+            x_TX = part(*args)
+            widths.add(x_TX.nbytes / len(x_TX) / 2)
+            return x_TX
+
+        return run
+
+    model.embedded, model.layers = noted(model.embedded), [noted(layer) for layer in model.layers]
+    engine.add(Request(1, [5, 6, 7, 8], SamplingParams(max_tokens=1), 1))
+    while engine.has_work:
+        engine.step()
+    engine.close()
+    assert max(widths) == read_config(tiny_config(name)).stream_size
 
 
 def test_what_blocks_of_each_head_are_worth_takes_memory() -> None:
