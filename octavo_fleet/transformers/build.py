@@ -44,10 +44,11 @@ def load_model(model: ModelConfig) -> LoadedModel:
 def own_settings(config: EngineConfig, model: TransformersConfig, device: torch.device) -> EngineConfig:
     """``config`` as it applies to ``model``. Raises ``ConfigError``.
 
-    A model of transformers cannot be captured in graphs. One with a cache of its own has no prefix cache, and its KV
-    blocks only count tokens.
+    Not every model of transformers can be captured in graphs. One with a cache of its own has no prefix cache, and its
+    KV blocks only count tokens.
     """
-    config = dataclasses.replace(config, model=dataclasses.replace(config.model, enforce_eager=True))
+    eager = config.model.enforce_eager or model.is_eager
+    config = dataclasses.replace(config, model=dataclasses.replace(config.model, enforce_eager=eager))
     if not model.not_paged:
         return config
     for name, default in (("eviction_policy", "lru"), ("enable_kv_events", False)):

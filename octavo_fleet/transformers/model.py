@@ -6,10 +6,11 @@ several sequences in one pass and a prompt in chunks. Otherwise the model keeps 
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import os
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -22,23 +23,18 @@ from octavo.errors import CANCELLATIONS, CheckpointError, ConfigError
 from octavo.models.layer_cache import LayerCacheSpec
 from octavo.models.model_config import ModelConfig
 from octavo.models.registry import LoadedModel
-from octavo.ops.attention.attention import GroupRows, LayerCache, PagedRows
+from octavo.ops.device_backend import is_gpu
 from octavo.quant.checkpoint_tensors import HARMLESS
 from octavo.quant.stored.stored_weight import WeightFormat, dtype_name
 from octavo.weights.adapter import CONFIG_NAME
 from octavo.weights.folder import read_json
 from octavo.weights.generation_config import token_ids
 from octavo.weights.gguf.split_files import parts_of
+from octavo_fleet.transformers import trial
+from octavo_fleet.transformers.known_modules import KnownModules
 from octavo_fleet.transformers.own_cache import OwnCacheTransformer
 from octavo_fleet.transformers.paged import NotPaged, PagedTransformer, first_position, num_layers, register
 
-TRIAL_LENGTHS = (23, 9)
-"""Tokens of the texts of a trial; the first has more where the model has windows."""
-LONGEST_TRIAL = 1024
-"""Windows that are wider are compared with the configuration alone."""
-TRIAL_BLOCK = 4
-TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
-"""Largest difference of the trial, relative to the largest element."""
 BATCH_DEPENDENT_ROPE = ("dynamic", "longrope")
 """Kinds of rotary embeddings that depend on the longest sequence of a batch."""
 OF_PROMPTS = "reference_sliding_attention"
@@ -58,6 +54,8 @@ class TransformersConfig(ModelConfig):
     loaded: LoadedModel | None = None
     not_paged: str = ""
     """Why the model keeps a cache of its own for each sequence; empty if it runs over the paged cache."""
+    is_eager: bool = True
+    """Whether its passes cannot be CUDA graphs."""
 
     @property
     def cache(self) -> tuple[LayerCacheSpec, ...]:
@@ -88,13 +86,14 @@ def load_transformers(path: Path, form: WeightFormat, max_len: int | None) -> Tr
     with torch.inference_mode():
         _first_pass(model)
         executed, not_paged = _executed(model)
+        is_eager = not is_gpu(form.device) or _runs_eagerly(model, executed)
     size = sum(parameter.numel() for parameter in model.parameters())
     num_bytes: Counter[str] = Counter()
     for parameter in model.parameters():
         num_bytes[dtype_name(parameter.dtype)] += parameter.nbytes
     loaded = LoadedModel(executed, size, num_bytes, {})
     specs = tuple(executed.specs) if isinstance(executed, PagedTransformer) else (LayerCacheSpec(1, 1),)
-    return _config(model, specs, loaded, not_paged, max_len)
+    return dataclasses.replace(_config(model, specs, loaded, not_paged, max_len), is_eager=is_eager)
 
 
 def pretrained(path: Path, **options: Any) -> Any:
@@ -184,7 +183,7 @@ def _check_tensors(path: Path, told: Mapping[str, Any]) -> None:
 def _first_pass(model: Any) -> None:
     """Run the whole model, which makes weights of compressed-tensors dense. Raises ``CheckpointError`` if it fails."""
     try:
-        text = _trial_texts(model.config.get_text_config(), model.device)[-1]
+        text = _texts(model)[-1]
         model(input_ids=text.unsqueeze(0), use_cache=False)
     except CANCELLATIONS:
         raise
@@ -254,33 +253,54 @@ def _executed(model: Any) -> tuple[PagedTransformer | OwnCacheTransformer, str]:
         return _own_cache(model), str(error)
 
 
+def _runs_eagerly(model: Any, executed: PagedTransformer | OwnCacheTransformer) -> bool:
+    """Whether a model's passes on a GPU cannot be graphs."""
+    if isinstance(executed, OwnCacheTransformer):
+        return True
+    if why := trial.why_not_captured(executed, _texts(model)):
+        logger.warning("%s runs without CUDA graphs: %s", type(model).__name__, why)
+    return bool(why)
+
+
 def _paged(model: Any) -> PagedTransformer:
-    """The model over the paged cache. Raises ``NotPaged`` unless that gives what the model itself gives; then the model
-    is unchanged."""
+    """The model over the paged cache, with as many of its modules computed by operations as a trial allows. Raises
+    ``NotPaged`` unless that gives what the model itself gives; then the model is unchanged."""
     before = model.config._attn_implementation
-    config = model.config.get_text_config()
+    config, known = model.config.get_text_config(), None
     try:
         if getattr(config, "attention_chunk_size", None) is not None:
             raise NotPaged("it has chunked attention")
         if any(rope.get("rope_type") in BATCH_DEPENDENT_ROPE for rope in _ropes(config)):
             raise NotPaged("its rotary embeddings depend on the longest sequence of a batch")
-        texts = _trial_texts(config, model.device)
-        expected, logits = zip(*(_alone(model, text) for text in texts), strict=True)
+        texts = _texts(model)
+        expected, logits = zip(*(trial.alone(model, text) for text in texts), strict=True)
+        bound = trial.tolerance(model, texts, expected)
         register()
         paged = PagedTransformer(model)
-        found = _trial(paged, texts, expected[0].dtype)
-        difference = max(_difference(expected, found), _difference(logits, [paged.logits(x) for x in found]))
-        if not difference < TOLERANCE[expected[0].dtype]:  # also if it is not a number
-            raise NotPaged(f"the trial differs by {difference:.1g}")
+        known = KnownModules(model, paged.state)
+        while True:
+            found = trial.over_blocks(paged, texts)
+            of_logits = trial.difference(logits, [paged.logits(x) for x in found])
+            difference = max(trial.difference(expected, found), of_logits)
+            if difference < bound:
+                return paged
+            if not known.rotate_as_before() and not known.restore():
+                raise NotPaged(f"the trial differs by {difference:.1g}")
     except CANCELLATIONS:
         raise
     except BaseException as error:  # any error of the library's code
+        if known is not None:
+            known.restore()
         model.set_attn_implementation(before)
         line = next(iter(str(error).splitlines()), type(error).__name__)
         if not isinstance(error, NotPaged):
             line = f"its code fails with attention over blocks: {line}"
         raise NotPaged(line) from error
-    return paged
+
+
+def _texts(model: Any) -> list[Tensor]:
+    config = model.config.get_text_config()
+    return trial.trial_texts(config, _max_len(config, None), model.device)
 
 
 def _own_cache(model: Any) -> OwnCacheTransformer:
@@ -289,10 +309,10 @@ def _own_cache(model: Any) -> OwnCacheTransformer:
         own = OwnCacheTransformer(model)
     except NotPaged as error:
         raise _not_served(model, error) from None
-    text = _trial_texts(model.config.get_text_config(), model.device)[0]
-    (expected, logits), tokens = _alone(model, text), text.tolist()
-    cut = max(len(tokens) // 2, len(tokens) - TRIAL_LENGTHS[1])  # behind a window, if there is one
-    ends = sorted({min(TRIAL_LENGTHS[1], cut), cut, len(tokens)})  # a window that began within a call is left, too
+    text = _texts(model)[0]
+    (expected, logits), tokens = trial.alone(model, text), text.tolist()
+    cut = max(len(tokens) // 2, len(tokens) - trial.LENGTHS[1])  # behind a window, if there is one
+    ends = sorted({min(trial.LENGTHS[1], cut), cut, len(tokens)})  # a window that began within a call is left, too
     reason: object = "its cache fails a trial"
     for takes_chunks, keeps_cache in ((True, True), (False, True), (True, False)):
         own.takes_chunks, own.keeps_cache = takes_chunks, keeps_cache
@@ -302,14 +322,14 @@ def _own_cache(model: Any) -> OwnCacheTransformer:
                 output, cache = own.decode(tokens[start if keeps_cache else 0 : end], cache, model.device)
                 parts.append(output[start - end :])
             found = torch.cat(parts)
-            difference = max(_difference([expected], [found]), _difference([logits], [own.logits(found)]))
+            difference = max(trial.difference([expected], [found]), trial.difference([logits], [own.logits(found)]))
         except CANCELLATIONS:
             raise
         except BaseException as error:  # any error of the library's code
             logger.debug("%s: %s", type(model).__name__, error)
             reason = f"its cache fails a trial: {next(iter(str(error).splitlines()), type(error).__name__)}"
             continue
-        if difference < TOLERANCE[expected.dtype]:
+        if difference < trial.TOLERANCE[expected.dtype]:
             if not keeps_cache:
                 logger.warning("%s computes a text again for each of its tokens: %s", type(model).__name__, reason)
             return own
@@ -321,59 +341,3 @@ def _own_cache(model: Any) -> OwnCacheTransformer:
 
 def _not_served(model: Any, reason: object) -> CheckpointError:
     return CheckpointError(f"{type(model).__name__} cannot be served by the backend transformers: {reason}")
-
-
-def _trial_texts(config: Any, device: torch.device) -> list[Tensor]:
-    """Two texts of random tokens, the first longer than each window up to ``LONGEST_TRIAL``."""
-    generator = torch.Generator().manual_seed(0)
-    window = getattr(config, "sliding_window", None)
-    widths = [width for width in (window if isinstance(window, list | tuple) else [window]) if isinstance(width, int)]
-    first, second = TRIAL_LENGTHS
-    first += max((width for width in widths if width <= LONGEST_TRIAL), default=0)
-    lengths = (min(first, _max_len(config, None)), second)
-    return [torch.randint(config.vocab_size, (length,), generator=generator).to(device) for length in lengths]
-
-
-def _alone(model: Any, text_T: Tensor) -> tuple[Tensor, Tensor]:
-    """The decoder's output and the logits for a text, by the library's own code."""
-    ids = text_T.unsqueeze(0)
-    output: Tensor = model.base_model(input_ids=ids, use_cache=False).last_hidden_state[0]
-    logits: Tensor = model(input_ids=ids, use_cache=False).logits[0]
-    return output, logits
-
-
-def _difference(expected: Sequence[Tensor], found: Sequence[Tensor]) -> float:
-    pairs = zip(expected, found, strict=True)
-    return max(float((a - b).abs().max() / a.abs().max()) for a, b in pairs)
-
-
-def _trial(paged: PagedTransformer, texts: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
-    """The decoder's output for both texts: some tokens of the first, then the rest of it and the second in one pass but
-    for its last token, then that."""
-    device, (first, second) = texts[0].device, (len(text) for text in texts)
-    cut = max(first // 2, 1)
-    widths = [-(-length // TRIAL_BLOCK) for length in (first, second)]
-    tables = torch.tensor([[*range(widths[0])], [widths[0] + min(i, widths[1] - 1) for i in range(widths[0])]])
-    shapes = [(sum(widths), spec.num_kv_heads, TRIAL_BLOCK, spec.head_dim) for spec in paged.specs]
-    caches = [
-        LayerCache(torch.zeros(shape).to(device, dtype), torch.zeros(shape).to(device, dtype)) for shape in shapes
-    ]
-    parts: list[list[Tensor]] = [[], []]
-    last = second - 1
-    for spans in (((0, cut), (0, 0)), ((cut, first), (0, last)), ((first, first), (last, second))):
-        chosen = [(index, *span) for index, span in enumerate(spans) if span[1] > span[0]]
-        counts = [end - start for _, start, end in chosen]
-        positions = torch.cat([torch.arange(start, end) for _, start, end in chosen])
-        owners = torch.tensor([index for index, _, _ in chosen]).repeat_interleave(torch.tensor(counts))
-        slots = tables[owners, positions // TRIAL_BLOCK] * TRIAL_BLOCK + positions % TRIAL_BLOCK
-        rows = PagedRows(
-            (GroupRows(slots.to(device), tables[[index for index, _, _ in chosen]].int().to(device)),),
-            torch.tensor([0, *counts]).cumsum(0).int().to(device),
-            torch.tensor([end for _, _, end in chosen]).int().to(device),
-            max(counts),
-        )
-        ids = torch.cat([texts[index][start:end] for index, start, end in chosen])
-        outputs = torch.split(paged.forward(ids, positions.to(device), caches, rows), counts)
-        for (index, _, _), output in zip(chosen, outputs, strict=True):
-            parts[index].append(output)
-    return [torch.cat(part) for part in parts]

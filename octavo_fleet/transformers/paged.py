@@ -2,7 +2,7 @@
 
 transformers lets a model's attention be replaced by a registered function. Ours stores keys and values in the cache of
 the layer and attends through the block tables; everything else is the library's code, run over a ragged batch of one
-row. Where this does not give what the model itself gives, it is not used: see ``transformers_model.py``.
+row. Where this does not give what the model itself gives, it is not used: see ``trial.py``.
 
 Shapes: T rows, N heads, K KV heads, H head dimension, D model, R rows with logits, V vocabulary.
 """
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from octavo import ops
 from octavo.models.layer_cache import LayerCacheSpec
-from octavo.ops.attention.attention import LayerCache, PagedRows, store_kv
+from octavo.ops.attention.attention import HeadLayout, LayerCache, PagedRows
 
 ATTENTION = "octavo_paged"
 """Name of the attention function in transformers."""
@@ -48,6 +48,9 @@ class AttentionState(threading.local):
     rows: PagedRows | None = None
     positions: Tensor | None = None
     """The rows' positions [1, T] during a pass, for modules that would count them from the length of a cache."""
+    rotation: tuple[Tensor, Tensor] | None = None
+    """Cosines and sines [1, T, 2 R] by which the next attention rotates queries and keys, if that is left to it."""
+    _known_angles: dict[int, tuple[Tensor, Tensor, Tensor]] = field(default_factory=dict)
 
     def give_positions(self, module: Any, args: Any, options: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
         """The arguments of a module that looks positions up, with the rows' own; a hook before its forward pass."""
@@ -72,22 +75,55 @@ class AttentionState(threading.local):
             return q.new_empty(1, q.shape[2], q.shape[1], v_dim).normal_()
         cache = self.caches[self.num_calls]
         self.num_calls += 1
-        q, k, v = (nn.functional.pad(x, (0, head_dim - x.shape[-1])) for x in (q, k, v))
-        q_TNH, k_TKH, v_TKH = (x[0].transpose(0, 1).contiguous() for x in (q, k, v))
-        group = self.rows.of(cache)
-        store_kv(k_TKH, v_TKH, cache.keys, cache.values, group.slot_mapping_T)
-        return ops.paged_attention(
-            q_TNH,
-            cache.keys,
-            cache.values,
-            group.block_tables_SB,
-            self.rows.cu_seqlens_q,
-            self.rows.seq_lens_S,
+        wide = [x if x.shape[-1] == head_dim else nn.functional.pad(x, (0, head_dim - x.shape[-1])) for x in (q, k, v)]
+        sinks, cap = options.get("s_aux"), options.get("softcap") or 0.0
+        heads = HeadLayout(
+            q.shape[1],
+            k.shape[1],
+            head_dim,
             scale,
-            window,
-            options.get("softcap") or 0.0,
-            options.get("s_aux"),
-        )[..., :v_dim].unsqueeze(0)
+            window=window,
+            softcap=cap,
+            sinks_N=None if sinks is None else sinks.float(),
+        )
+        cos_TR, sin_TR = self._angles()
+        out_TW = ops.attention(_side_by_side(wide), heads, cos_TR, sin_TR, cache, self.rows)
+        return out_TW.view(1, -1, q.shape[1], head_dim)[..., :v_dim]
+
+    def _angles(self) -> tuple[Tensor, Tensor] | tuple[None, None]:
+        """The cosines and sines [T, R] of a rotation that was left to this attention; those of a pass are few."""
+        given, self.rotation = self.rotation, None
+        if given is None:
+            return None, None
+        found = self._known_angles.get(id(given[0]))
+        if found is None:
+            R = given[0].shape[-1] // 2
+            cos_TR, sin_TR = (x.reshape(-1, 2 * R)[:, :R].float().contiguous() for x in given)
+            found = self._known_angles[id(given[0])] = given[0], cos_TR, sin_TR
+        return found[1:]
+
+    def begin(self, positions: Tensor) -> None:
+        """Begin a pass over rows of these positions [1, T]."""
+        self.positions, self.num_calls, self.rotation = positions, 0, None
+        self._known_angles.clear()
+
+    def end(self) -> None:
+        """End a pass."""
+        self.positions = None
+        self._known_angles.clear()
+
+
+def _side_by_side(parts: list[Tensor]) -> Tensor:
+    """Heads [1, N, T, H] of several as rows [T, W]; a view where they are the columns of one tensor."""
+    rows = [x[0].transpose(0, 1) for x in parts]
+    first, T = rows[0], rows[0].shape[0]
+    W, at = sum(x.shape[1] * x.shape[2] for x in rows), first.storage_offset()
+    for x in rows:
+        is_next = x.storage_offset() == at and x.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
+        if not is_next or x.stride() != (first.stride(0), x.shape[2], 1) or first.stride(0) < W:
+            return torch.cat([x.reshape(T, -1) for x in rows], dim=1)
+        at += x.shape[1] * x.shape[2]
+    return first.as_strided((T, W), (first.stride(0), 1))
 
 
 def _attention(
@@ -206,17 +242,23 @@ class PagedTransformer(OutputHead):
         return x_TD if rows.logits_indices_R is None else x_TD[rows.logits_indices_R]
 
     def _decode(self, token_ids_T: Tensor, positions_T: Tensor) -> Tensor:
-        positions = self.state.positions = positions_T.unsqueeze(0)
-        self.state.num_calls = 0
+        positions = positions_T.unsqueeze(0)
+        self.state.begin(positions)
         try:
             output = self._decoder(input_ids=token_ids_T.unsqueeze(0), position_ids=positions, use_cache=False)
         finally:
-            self.state.positions = None
+            self.state.end()
         x_TD: Tensor = output.last_hidden_state[0]
         return x_TD
 
+    @property
+    def weight(self) -> Tensor:
+        """A weight of the model, of its dtype and on its device."""
+        found: Tensor = next(self._decoder.parameters())
+        return found
+
     def _specs(self, config: Any) -> list[LayerCacheSpec]:
-        device = next(self._decoder.parameters()).device
+        device = self.weight.device
         tokens = torch.zeros(2, dtype=torch.int64, device=device)
         self._decode(tokens, torch.arange(2, device=device))
         specs, layers = self.state.specs, self.state.layers

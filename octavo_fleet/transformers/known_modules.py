@@ -1,0 +1,227 @@
+"""Modules of the library whose meaning is known, computed by Octavo's operations in place of their own code.
+
+Linear maps, RMSNorms, gated feed-forward layers and the rotation of queries and keys take most of a decoder's launches.
+A module is replaced if its parameters have the names of such a layer and random rows show that it computes one; the
+trial of the whole model says whether the result is that of the library, see ``trial.py``.
+
+Shapes: T rows, D inputs, N outputs, F width of a feed-forward layer.
+"""
+
+from __future__ import annotations
+
+import inspect
+import threading
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from octavo import ops
+from octavo.ops.linear.linear import Activation, Fused
+from octavo_fleet.transformers.paged import AttentionState
+
+GROUPS = (("q_proj", "k_proj", "v_proj"), ("query", "key", "value"), ("wq", "wk", "wv"), ("gate_proj", "up_proj"))
+"""Names of linear maps of one input, whose outputs lie side by side."""
+ACTIVATIONS: tuple[Activation, ...] = ("silu", "gelu_tanh", "gelu")
+ROTATION = "apply_rotary_pos_emb"
+"""The name by which attention of the library rotates queries and keys."""
+COLUMNS = "octavo_columns"
+"""The attribute of a linear map that is computed together with others."""
+NUM_ROWS = 3
+"""Random rows on which a module is compared with what it is taken for."""
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
+"""Largest difference of these, relative to the largest element."""
+
+
+class KnownModules:
+    """The modules of a model that are known, as they are computed by operations."""
+
+    def __init__(self, model: nn.Module, state: AttentionState) -> None:
+        """Replaces what is known. Weights of a group become views of one tensor."""
+        self._replaced: list[nn.Module] = []
+        self._rotating: list[nn.Module] = []
+        for parent in list(model.modules()):
+            for names in GROUPS:
+                self._join(parent, names)
+        for module in list(model.modules()):
+            if (forward := _known(module)) is not None:
+                self._replace(module, forward)
+            elif (rotated := _without_rotation(module, state)) is not None:
+                self._replace(module, rotated)
+                self._rotating.append(module)
+
+    def rotate_as_before(self) -> bool:
+        """Let attention rotate queries and keys by its own code again; False if it does already."""
+        return _restore(self._rotating)
+
+    def restore(self) -> bool:
+        """Let all modules run their own code again; False if they do already."""
+        return _restore(self._replaced)
+
+    def _replace(self, module: nn.Module, forward: Callable[..., Any]) -> None:
+        module.forward = forward
+        self._replaced.append(module)
+
+    def _join(self, parent: nn.Module, names: tuple[str, ...]) -> None:
+        """Compute the maps of these names together, where a module has them all."""
+        parts = [getattr(parent, name, None) for name in names]
+        linears = [part for part in parts if type(part) is nn.Linear]
+        if len(linears) != len(names) or len({_kind(linear) for linear in linears}) > 1:
+            return
+        columns = _Columns(*_joined(linears), [linear.out_features for linear in linears])
+        for index, linear in enumerate(linears):
+            vars(linear)[COLUMNS] = columns
+            self._replace(linear, _Part(columns, index))
+
+
+def _restore(modules: list[nn.Module]) -> bool:
+    found = [module for module in modules if "forward" in vars(module)]
+    for module in found:
+        del module.forward
+    return bool(found)
+
+
+def _kind(linear: nn.Linear) -> tuple[Any, ...]:
+    weight = linear.weight
+    return linear.in_features, weight.dtype, weight.device, linear.bias is None
+
+
+def _joined(linears: list[nn.Linear]) -> tuple[Tensor, Tensor | None]:
+    """Weights [N, D] and biases [N] of all, which theirs become views of."""
+    found: list[Tensor | None] = []
+    for name in ("weight", "bias"):
+        parts = [getattr(linear, name) for linear in linears]
+        if parts[0] is None:
+            found.append(None)
+            continue
+        whole = torch.cat([part.data for part in parts])
+        for part, view in zip(parts, whole.split_with_sizes([len(part) for part in parts]), strict=True):
+            part.data = view
+        found.append(whole)
+    weight_ND, bias_N = found
+    assert weight_ND is not None
+    return weight_ND, bias_N
+
+
+class _Columns(threading.local):
+    """Linear maps of one input, computed when the first of them is called. Each thread has its own results."""
+
+    def __init__(self, weight_ND: Tensor, bias_N: Tensor | None, sizes: list[int]) -> None:
+        self.weight_ND, self.bias_N, self.sizes = weight_ND, bias_N, sizes
+        self._of: Tensor | None = None
+        self._parts: list[Tensor | None] = []
+
+    def part(self, index: int, x: Tensor) -> Tensor:
+        """The outputs [..., N] of one of the maps; each result is kept until its map has asked for it."""
+        if self._of is not x or self._parts[index] is None:
+            whole = _linear(x, self.weight_ND, self.bias_N)
+            self._of, self._parts = x, list(whole.split_with_sizes(self.sizes, dim=-1))
+        found, self._parts[index] = self._parts[index], None
+        assert found is not None
+        if all(part is None for part in self._parts):
+            self._of = None
+        return found
+
+
+class _Part:
+    """One map of several."""
+
+    def __init__(self, columns: _Columns, index: int) -> None:
+        self._columns, self._index = columns, index
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self._columns.part(self._index, x)
+
+
+def _linear(x: Tensor, weight_ND: Tensor, bias_N: Tensor | None, activation: Activation | None = None) -> Tensor:
+    """``ops.linear`` over the last axis."""
+    y_TN = ops.linear(x.reshape(-1, x.shape[-1]), weight_ND, Fused(bias_N, activation=activation))
+    return y_TN.view(*x.shape[:-1], y_TN.shape[1])
+
+
+def _known(module: nn.Module) -> Callable[..., Any] | None:
+    """What computes a module that is known, if it is."""
+    if "forward" in vars(module):
+        return None
+    if type(module) is nn.Linear:
+        weight_ND, bias_N = module.weight.data, None if module.bias is None else module.bias.data
+        return lambda x: _linear(x, weight_ND, bias_N)
+    parameters = dict(module.named_parameters())
+    if type(module).__name__.endswith("RMSNorm") and set(parameters) == {"weight"} and parameters["weight"].dim() == 1:
+        return _first_alike(module, parameters["weight"].shape[0], _norms(module))
+    if type(module).__name__.endswith("MLP") and not any(module._forward_hooks.values()):
+        ups, down = _feed_forward(module)
+        if ups is not None and down is not None:
+            return _first_alike(module, ups[0].shape[1], _gated(ups, down))
+    return None
+
+
+def _norms(module: nn.Module) -> Iterator[Callable[[Tensor], Tensor]]:
+    """RMSNorms that a module may be."""
+    eps: Any = getattr(module, "variance_epsilon", getattr(module, "eps", None))
+    weight: Any = module.weight
+    if not isinstance(eps, float):
+        return
+    for weight_D in (weight.data, (weight.data.float() + 1).to(weight.dtype)):
+
+        def norm(x: Tensor, weight_D: Tensor = weight_D) -> Tensor:
+            return ops.rms_norm(x.reshape(-1, x.shape[-1]), weight_D, eps).view(x.shape)
+
+        yield norm
+
+
+def _feed_forward(module: nn.Module) -> tuple[tuple[Tensor, Tensor | None] | None, Callable[[Tensor], Tensor] | None]:
+    """Weight [2 F, D] and bias of the gates and ups of a feed-forward layer, and its map down; ``None`` for others."""
+    down, fused = getattr(module, "down_proj", None), getattr(module, "gate_up_proj", None)
+    if type(down) is not nn.Linear:
+        return None, None
+    if type(fused) is nn.Linear:
+        return (fused.weight.data, None if fused.bias is None else fused.bias.data), down
+    columns: Any = getattr(getattr(module, "gate_proj", None), COLUMNS, None)
+    is_pair = columns is not None and getattr(module.up_proj, COLUMNS, None) is columns
+    return ((columns.weight_ND, columns.bias_N), down) if is_pair else (None, None)
+
+
+def _gated(ups: tuple[Tensor, Tensor | None], down: Callable[[Tensor], Tensor]) -> Iterator[Callable[[Tensor], Tensor]]:
+    """Feed-forward layers that a module may be."""
+    for activation in ACTIVATIONS:
+
+        def gated(x: Tensor, activation: Activation = activation) -> Tensor:
+            return down(_linear(x, *ups, activation))
+
+        yield gated
+
+
+def _first_alike(
+    module: nn.Module, width: int, candidates: Iterator[Callable[[Tensor], Tensor]]
+) -> Callable[[Tensor], Tensor] | None:
+    """The candidate that gives what the module gives for random rows [1, T, width], if one does."""
+    parameter = next(module.parameters())
+    generator = torch.Generator().manual_seed(0)
+    x = 2 * torch.randn(1, NUM_ROWS, width, generator=generator).to(parameter.device, parameter.dtype)
+    expected: Tensor = module(x)
+    for candidate in candidates:
+        found = candidate(x)
+        if found.dtype == expected.dtype and found.shape == expected.shape:
+            difference = (found - expected).abs().max() / expected.abs().max()
+            if difference < TOLERANCE.get(x.dtype, 0.0):
+                return candidate
+    return None
+
+
+def _without_rotation(module: nn.Module, state: AttentionState) -> Callable[..., Any] | None:
+    """The code of an attention module that leaves the rotation of queries and keys to ``ops.attention``."""
+    code = inspect.unwrap(type(module).forward)
+    if not hasattr(module, "layer_idx") or ROTATION not in getattr(code, "__globals__", {}):
+        return None
+
+    def postponed(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        state.rotation = cos, sin
+        return q, k
+
+    names = {**code.__globals__, ROTATION: postponed}
+    own = types.FunctionType(code.__code__, names, code.__name__, code.__defaults__, code.__closure__)
+    own.__kwdefaults__ = code.__kwdefaults__
+    return types.MethodType(own, module)

@@ -1,0 +1,146 @@
+"""Modules of transformers that Octavo's operations compute: which are, and that they give what the library's give."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from octavo.ops.attention.attention import GroupRows, PagedRows
+from octavo.quant.stored.stored_weight import WeightFormat
+from octavo_fleet.transformers import trial
+from octavo_fleet.transformers.known_modules import KnownModules
+from octavo_fleet.transformers.model import TransformersConfig, load_transformers
+from octavo_fleet.transformers.own_cache import OwnCacheTransformer
+from octavo_fleet.transformers.paged import AttentionState, PagedTransformer, _side_by_side
+from tests.backends.checkpoints import OWN, save_checkpoint
+
+FORM = WeightFormat(torch.float32, torch.device("cpu"))
+
+
+def load(folder: Path, family: str) -> tuple[Any, TransformersConfig]:
+    save_checkpoint(family, folder)
+    config = load_transformers(folder, FORM, None)
+    assert config.loaded is not None
+    return config.loaded.model, config
+
+
+def computed(paged: PagedTransformer) -> set[str]:
+    """Classes of the modules of a decoder that operations compute."""
+    return {type(module).__name__ for module in paged._decoder.modules() if "forward" in vars(module)}
+
+
+@pytest.mark.parametrize(
+    ("family", "known"),
+    [
+        ("smollm3", {"Linear", "SmolLM3Attention", "SmolLM3MLP", "SmolLM3RMSNorm"}),
+        ("cohere", {"Linear", "CohereMLP"}),  # which rotates neighbours, and normalises with means
+        ("bart", {"Linear"}),
+    ],
+)
+def test_what_is_known_of_a_family(family: str, known: set[str], tmp_path: Path) -> None:
+    paged, config = load(tmp_path, family)
+    assert not config.not_paged
+    assert computed(paged) == known
+
+
+class _Parent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.q_proj, self.k_proj, self.v_proj = nn.Linear(8, 16), nn.Linear(8, 4), nn.Linear(8, 4)
+
+
+def test_maps_of_one_input_are_computed_together_and_by_each_thread_for_itself() -> None:
+    parent = _Parent()
+    x, other = torch.randn(1, 5, 8), torch.randn(1, 5, 8)
+    want = [[linear(given) for linear in parent.children()] for given in (x, other)]
+    known = KnownModules(parent, AttentionState())
+    q, k, v = (linear(x) for linear in parent.children())
+    assert q.untyped_storage().data_ptr() == k.untyped_storage().data_ptr() == v.untyped_storage().data_ptr()
+    with ThreadPoolExecutor(1) as pool:
+        q = parent.q_proj(x)
+        found = pool.submit(lambda: [linear(other) for linear in parent.children()]).result()
+        k = parent.k_proj(other), parent.k_proj(x)
+    for one, right in zip((q, *reversed(k), v, *found), (*want[0][:2], want[1][1], want[0][2], *want[1]), strict=True):
+        torch.testing.assert_close(one, right)
+    assert known.restore()
+    torch.testing.assert_close(parent.v_proj(x), want[0][2])
+    assert not known.restore()
+
+
+class _SquareRMSNorm(nn.Module):
+    """What its name does not say."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.eps = nn.Parameter(torch.ones(8)), 1e-6
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * x
+
+
+def test_a_module_is_not_taken_for_what_its_name_says() -> None:
+    parent = nn.Sequential(_SquareRMSNorm())
+    KnownModules(parent, AttentionState())
+    assert torch.equal(parent(torch.full((1, 1, 8), 3.0)), torch.full((1, 1, 8), 9.0))
+
+
+def test_heads_side_by_side_are_not_copied() -> None:
+    rows_TW = torch.randn(3, 10 * 4)
+    q, k, v = (part.view(1, 3, -1, 4).transpose(1, 2) for part in rows_TW.split_with_sizes([24, 8, 8], dim=1))
+    found = _side_by_side([q, k, v])
+    assert found.data_ptr() == rows_TW.data_ptr()
+    assert torch.equal(found, rows_TW)
+    for parts in ([q, v, k], [q, k.contiguous(), v], [q[:, ::2], k, v]):
+        assert torch.equal(_side_by_side(parts), torch.cat([x[0].transpose(0, 1).reshape(3, -1) for x in parts], 1))
+
+
+def test_rounding_is_what_two_ways_to_attend_differ_by() -> None:
+    """Only of 16 bits, and only where the library has two."""
+
+    class Model:
+        def __init__(self, noise: float, ways: set[str]) -> None:
+            self.config, self.noise, self.ways = SimpleNamespace(_attn_implementation="sdpa"), noise, ways
+            self.base_model = lambda **_: SimpleNamespace(last_hidden_state=self.output())
+
+        def output(self) -> Tensor:
+            return torch.tensor([[[1.0, self.noise if self.config._attn_implementation == "eager" else 0.0]]])
+
+        def __call__(self, **_: Any) -> Any:
+            return SimpleNamespace(logits=self.output())
+
+        def set_attn_implementation(self, name: str) -> None:
+            if name not in self.ways:
+                raise ValueError(name)
+            self.config._attn_implementation = name
+
+    texts, both = [torch.zeros(1, dtype=torch.int64)], {"sdpa", "eager"}
+    for noise, ways, dtype, bound in (
+        (0.25, both, torch.bfloat16, 0.5),
+        (0.001, both, torch.bfloat16, trial.TOLERANCE[torch.bfloat16]),
+        (0.25, both, torch.float32, trial.TOLERANCE[torch.float32]),
+        (0.25, {"sdpa"}, torch.bfloat16, trial.TOLERANCE[torch.bfloat16]),
+    ):
+        model = Model(noise, ways)
+        expected = [torch.tensor([[1.0, 0.0]], dtype=dtype)]
+        assert trial.tolerance(model, texts, expected) == bound
+        assert model.config._attn_implementation == "sdpa"
+
+
+def test_a_step_of_padding_alone(tmp_path: Path) -> None:
+    """Kernels are measured with one, on a GPU."""
+    own, config = load(tmp_path, next(iter(OWN)))
+    assert isinstance(own, OwnCacheTransformer)
+    rows = PagedRows(
+        (GroupRows(torch.full((2,), -1), torch.zeros(1, 1, dtype=torch.int32)),),
+        torch.zeros(2, dtype=torch.int32),
+        torch.zeros(1, dtype=torch.int32),
+        1,
+    )
+    found = own.forward(torch.zeros(2, dtype=torch.int64), torch.zeros(2, dtype=torch.int64), [], rows)
+    assert found.shape == (2, config.hidden_size)
