@@ -39,7 +39,7 @@ from octavo_fleet.sim.costs.fitted import Fitted, fit
 from octavo_fleet.sim.jobs import Job, Lengths, Workload
 from octavo_fleet.sim.replica import ReplicaSizes
 from octavo_fleet.sim.simulate import Fleet, Simulation
-from octavo_fleet.sim.workloads import ClosedLoop, Profile, Sessions
+from octavo_fleet.sim.workloads import ClosedLoop, Profile, SessionWorkload
 
 SHORT = Profile(0, Lengths(96, 0.6, 512), Lengths(1), Lengths(32, 0.5, 128))
 TALK = Profile(128, Lengths(48, 0.6, 256), Lengths(32, 0.6, 256), Lengths(32, 0.5, 128), 3.0, 1.0, 2)
@@ -169,7 +169,7 @@ class Driver:
 def calibrate(driver: Driver, longest: int, seed: int) -> Steps:
     """Time steps of many shapes; the last prompts, of up to ``longest`` tokens, take more than one."""
     loads: list[Workload] = [_loop(*sizes, seed=100 * seed + number) for number, sizes in enumerate(CALIBRATION)]
-    loads += [Sessions(*PAUSES, seed=seed), ClosedLoop(3, longest * 3 // 4, 8, 0.33, 1, seed=seed)]
+    loads += [SessionWorkload(*PAUSES, seed=seed), ClosedLoop(3, longest * 3 // 4, 8, 0.33, 1, seed=seed)]
     return sum((driver.serve(load)[1] for load in loads), Steps())
 
 
@@ -183,9 +183,9 @@ def workloads(speed: float, count: int, number: int) -> list[tuple[str, Callable
     return [
         ("one client", lambda: _loop(1, count // 2, seed + 1)),
         ("eight clients", lambda: _loop(8, count, seed + 2)),
-        ("poisson", lambda: Sessions(SHORT, 0.6 * speed, count, seed=seed + 3)),
-        ("bursts", lambda: Sessions(SHORT, 0.5 * speed, count, burstiness=0.25, seed=seed + 4)),
-        ("conversations", lambda: Sessions(TALK, 0.5 * speed, count, seed=seed + 5)),
+        ("poisson", lambda: SessionWorkload(SHORT, 0.6 * speed, count, seed=seed + 3)),
+        ("bursts", lambda: SessionWorkload(SHORT, 0.5 * speed, count, burstiness=0.25, seed=seed + 4)),
+        ("conversations", lambda: SessionWorkload(TALK, 0.5 * speed, count, seed=seed + 5)),
     ]
 
 

@@ -118,7 +118,7 @@ def serve(
     return visit, visit.figures(arrivals)
 
 
-class Case(NamedTuple):
+class ThroughputCase(NamedTuple):
     """An engine's settings, and what it has to do."""
 
     config: EngineConfig
@@ -127,7 +127,7 @@ class Case(NamedTuple):
 
 def cases_of(
     config: EngineConfig, work: ThroughputWork, vary: str | None, values: Sequence[str]
-) -> dict[int | float | str, Case]:
+) -> dict[int | float | str, ThroughputCase]:
     """By value of ``vary``, a setting or a length; without one, all as it is given.
 
     Raises ``ConfigError`` for a setting that there is not, and for lengths that are none.
@@ -137,7 +137,7 @@ def cases_of(
     if (vary is None) != (not values):
         raise ConfigError("vary: needs --values, and these need --vary")
     if vary is None:
-        return {"": Case(config, work)}
+        return {"": ThroughputCase(config, work)}
     flat, vary, tried = to_flat(config), vary.replace("-", "_"), [_value(text) for text in values]
     if vary in OF_PREFIXES and not work.shared_len:
         raise ConfigError(
@@ -147,10 +147,12 @@ def cases_of(
         lengths = [value for value in tried if isinstance(value, int) and value > 0]
         if len(lengths) != len(tried):
             raise ConfigError(f"values: {vary} must be integers of at least 1")
-        return {length: Case(config, ThroughputWork(**{**work._asdict(), vary: length})) for length in lengths}
+        return {
+            length: ThroughputCase(config, ThroughputWork(**{**work._asdict(), vary: length})) for length in lengths
+        }
     if vary not in flat:
         raise ConfigError(f"vary: {vary!r} is neither a setting of the engine nor one of {', '.join(LENGTHS)}")
-    return {value: Case(EngineConfig.from_flat({**flat, vary: value}), work) for value in tried}
+    return {value: ThroughputCase(EngineConfig.from_flat({**flat, vary: value}), work) for value in tried}
 
 
 def _value(text: str) -> int | float | str:
@@ -198,7 +200,7 @@ class CaseEngine:
         self._config: EngineConfig | None = None
         self._num_visits = 0
 
-    def _change(self, case: Case) -> None:
+    def _change(self, case: ThroughputCase) -> None:
         if self._config is not None:
             self.engine.close()
             del self.engine  # its memory is for the next one
@@ -210,7 +212,7 @@ class CaseEngine:
         check_fit(self.info, 1, length + case.work.output_len)
         complete(self.engine, random_requests(count, length, WARM_UP_TOKENS, self.info.vocab_size, 1 << 20, seed=1))
 
-    def visit(self, case: Case) -> Figures:
+    def visit(self, case: ThroughputCase) -> Figures:
         """Serve a case's requests."""
         if case.config != self._config:
             self._change(case)

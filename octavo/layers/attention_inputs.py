@@ -24,7 +24,7 @@ Angles = tuple[Tensor, Tensor] | tuple[None, None]
 UNROTATED: Angles = (None, None)
 
 
-class Choice:
+class IndexerChoice:
     """What the indexer of a layer chose, for the layers behind it that have none; ``None``: all positions."""
 
     keys: ChosenKeys | None = None
@@ -41,7 +41,7 @@ class StepAngles(NamedTuple):
     """Embeddings of the tokens for each layer, of models that have them."""
     embedded_TD: Tensor | None = None
     """The residual stream before the first layer, of models whose layers see it."""
-    choice: Choice | None = None
+    choice: IndexerChoice | None = None
     """Of models with indexers."""
     token_ids_T: Tensor | None = None
     """The tokens, of models whose layers see them."""

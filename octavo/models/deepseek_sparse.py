@@ -15,7 +15,7 @@ import numpy as np
 from torch import Tensor
 
 from octavo import ops
-from octavo.layers.attention_inputs import Choice, StepAngles
+from octavo.layers.attention_inputs import IndexerChoice, StepAngles
 from octavo.layers.linear import Linear
 from octavo.layers.norm import GatedRMSNorm, LayerNorm, Norm
 from octavo.models.config_keys import ConfigKeys, wrong
@@ -173,7 +173,7 @@ class DeepseekV32ForCausalLM(Decoder):
         return read_sparse(keys, read_deepseek(keys, max_len, "sigmoid"), 64)
 
     def step(self, token_ids_T: Tensor, positions_T: Tensor, x_TD: Tensor, rows: PagedRows) -> StepAngles:
-        return super().step(token_ids_T, positions_T, x_TD, rows)._replace(choice=Choice())
+        return super().step(token_ids_T, positions_T, x_TD, rows)._replace(choice=IndexerChoice())
 
 
 class GlmMoeDsaForCausalLM(DeepseekV32ForCausalLM):

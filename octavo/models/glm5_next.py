@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from octavo import ops
-from octavo.layers.attention_inputs import Choice, StepAngles
+from octavo.layers.attention_inputs import IndexerChoice, StepAngles
 from octavo.layers.linear import Linear
 from octavo.layers.mlp import MLP
 from octavo.layers.moe import MoE
@@ -244,7 +244,7 @@ class Glm5NextForCausalLM(Decoder):
 
     def step(self, token_ids_T: Tensor, positions_T: Tensor, x_TD: Tensor, rows: PagedRows) -> StepAngles:
         none_T0 = torch.empty(len(positions_T), 0, dtype=torch.float32, device=positions_T.device)
-        return StepAngles(((none_T0, none_T0),), choice=Choice())
+        return StepAngles(((none_T0, none_T0),), choice=IndexerChoice())
 
     def merged(self, x_RX: Tensor) -> Tensor:
         return x_RX.view(len(x_RX), self.config.num_streams, self.config.hidden_size).float().mean(dim=1).to(x_RX.dtype)

@@ -85,7 +85,7 @@ class BlockAttention:
         return [ops.rms_norm(x_TD, *norm).to(dtype) for x_TD, norm in zip(found, self.norms, strict=True)]
 
 
-class ShortConv:
+class AveragedConv:
     """``(x + conv(x)) / sqrt(W + 1)`` of each channel along its sequence."""
 
     def __init__(self, weights: WeightLoader, names: Sequence[str], section: Section, width: int) -> None:
@@ -152,7 +152,7 @@ class Inkling2Layer(DecoderLayer):
         after = f"{prefix}.post_attention"
         self.mlp_input = BlockAttention(config, weights, f"{prefix}.mlp_input", [f"{after}_layernorm"])
         self.after = [
-            ShortConv(weights, [f"{prefix}.post_{part}_convolution"], Section(D, 1), width)
+            AveragedConv(weights, [f"{prefix}.post_{part}_convolution"], Section(D, 1), width)
             for part in ("attention", "mlp")
         ]
 
@@ -168,7 +168,7 @@ class Inkling2Layer(DecoderLayer):
         convs = [f"{name}.{map}_sconv" for map in "kv"]
         self.slides = config.slides[index]
         if self.slides:
-            self.conv: ShortConv | TokenConv = ShortConv(weights, convs, Section(K * H, K), W)
+            self.conv: AveragedConv | TokenConv = AveragedConv(weights, convs, Section(K * H, K), W)
             self.projections = [weights.fused([*maps, *pairs[0], *pairs[1]], D)]
         else:
             self.conv = TokenConv(weights, convs, config, Section(K * H, K))
@@ -204,7 +204,7 @@ class Inkling2Layer(DecoderLayer):
 
     def projected(self, inputs: list[Tensor], state: Tensor, rows: PagedRows) -> tuple[Tensor, Tensor]:
         """What is made of normed inputs: queries, mixes, gates and sinks side by side; and keys with values."""
-        if isinstance(self.conv, ShortConv):
+        if isinstance(self.conv, AveragedConv):
             [given_TW] = (project(x_TD) for project, x_TD in zip(self.projections, inputs, strict=True))
             of_queries_TW, kv_TC = given_TW.split_with_sizes((sum(self.sizes), 2 * self.own_kv), dim=1)
             return of_queries_TW, self.conv(ops.concat(kv_TC), state, rows)

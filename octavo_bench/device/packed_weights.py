@@ -125,16 +125,16 @@ def _cases(model: str, name: str) -> list[Callable[[], Case]]:
     return [*(functools.partial(MapCase, each, form) for each in maps), functools.partial(OutputCase, maps, form)]
 
 
-class Mixed(NamedTuple):
+class SizedMixture(NamedTuple):
     """Sizes of a mixture's layer."""
 
     hidden: int
     mixture: MixtureShape
 
 
-def _mixed(model: str) -> Mixed | None:
+def _mixed(model: str) -> SizedMixture | None:
     shape = shape_of(SHAPES[model]) if model in SHAPES else None
-    return Mixed(shape.hidden, shape.mixture) if shape and shape.mixture else None
+    return SizedMixture(shape.hidden, shape.mixture) if shape and shape.mixture else None
 
 
 def _figures(case: Case, rows: Sequence[int], limits: Mapping[str, Any]) -> Iterator[dict[str, Any]]:

@@ -31,7 +31,7 @@ TURNS = 4
 Run = Callable[[Tensor, Tensor, StateRows], Tensor]
 
 
-class RecurrentLayer(NamedTuple):
+class MeasuredLayer(NamedTuple):
     """A layer's recurrence, as a function of inputs [T, ``width``], of states, and of rows."""
 
     run: Run
@@ -40,7 +40,7 @@ class RecurrentLayer(NamedTuple):
     outputs: int
 
 
-def delta_layer(key_heads: int, heads: int, size: int = 128, by_channel: bool = False) -> RecurrentLayer:
+def delta_layer(key_heads: int, heads: int, size: int = 128, by_channel: bool = False) -> MeasuredLayer:
     """The gated delta rule; ``by_channel``: with a decay for each number of a key."""
     num_decays = heads * (size if by_channel else 1)
     statics = (torch.rand(heads) * 2 - 5).to(DEVICE), torch.randn(num_decays, device=DEVICE) / 2
@@ -51,10 +51,10 @@ def delta_layer(key_heads: int, heads: int, size: int = 128, by_channel: bool = 
         qkv, dt, beta, gate = x.split_with_sizes(widths, dim=1)
         return ops.gated_delta(qkv, dt, beta, gate, layout, state, rows)
 
-    return RecurrentLayer(run, sum(widths), (heads, size, size), heads * size)
+    return MeasuredLayer(run, sum(widths), (heads, size, size), heads * size)
 
 
-def state_space_layer(heads: int, head_dim: int, groups: int, state_size: int) -> RecurrentLayer:
+def state_space_layer(heads: int, head_dim: int, groups: int, state_size: int) -> MeasuredLayer:
     """Mamba-2."""
     rates, bias, d = (torch.randn(heads, device=DEVICE) / 2 for _ in range(3))
     layout = StateSpaceHeads(heads, head_dim, groups, state_size, rates - 4, bias, d)
@@ -64,20 +64,20 @@ def state_space_layer(heads: int, head_dim: int, groups: int, state_size: int) -
         xbc, dt = x.split_with_sizes(widths, dim=1)
         return ops.state_space(xbc, dt, layout, state, rows)
 
-    return RecurrentLayer(run, sum(widths), (heads, state_size, head_dim), heads * head_dim)
+    return MeasuredLayer(run, sum(widths), (heads, state_size, head_dim), heads * head_dim)
 
 
-def linear_layer(heads: int, size: int = 128) -> RecurrentLayer:
+def linear_layer(heads: int, size: int = 128) -> MeasuredLayer:
     """Lightning attention."""
     decay = torch.exp(-torch.rand(heads, device=DEVICE) * 0.2)
 
     def run(x: Tensor, state: Tensor, rows: StateRows) -> Tensor:
         return ops.linear_attention(x, decay, state, rows, "silu")
 
-    return RecurrentLayer(run, 3 * heads * size, (heads, size, size), heads * size)
+    return MeasuredLayer(run, 3 * heads * size, (heads, size, size), heads * size)
 
 
-LAYERS: dict[str, Callable[[], RecurrentLayer]] = {
+LAYERS: dict[str, Callable[[], MeasuredLayer]] = {
     "qwen3.5-9b": functools.partial(delta_layer, 16, 32),
     "qwen3.5-27b": functools.partial(delta_layer, 16, 48),
     "kimi-linear-48b": functools.partial(delta_layer, 32, 32, by_channel=True),

@@ -25,7 +25,7 @@ from octavo.errors import ConfigError
 from octavo_bench.dummy_models import model_folder
 from octavo_bench.serving.peer_process import vllm_environment
 from octavo_bench.serving.server_process import OCTAVO, Server
-from octavo_bench.serving.stream_reader import Ask, Streamed, completion, read_streams
+from octavo_bench.serving.stream_reader import Streamed, TimedRequest, completion, read_streams
 from octavo_fleet.sim.shapes import SHAPES
 
 START_SECONDS = 400.0
@@ -94,11 +94,11 @@ def _load(port: int, model: str, load: FirstMinute) -> list[Streamed]:
     rng = random.Random(0)
     until = time.perf_counter() + load.seconds
 
-    def ask() -> Ask:
+    def ask() -> TimedRequest:
         prompt = rng.choices(range(load.vocab_size), k=load.prompt)
-        return Ask(0.0, completion(prompt, load.decode, model=model))
+        return TimedRequest(0.0, completion(prompt, load.decode, model=model))
 
-    def following() -> Ask | None:
+    def following() -> TimedRequest | None:
         return ask() if time.perf_counter() < until else None
 
     return read_streams(port, [ask() for _ in range(load.clients)], following)

@@ -25,7 +25,7 @@ from octavo.config import cache_dir
 from octavo_bench.dummy_models import model_folder
 from octavo_bench.serving.paced_engine import MAX_MODEL_LEN, MAX_NUM_SEQS
 from octavo_bench.serving.server_process import Server, ServerProcess, free_port, serve_octavo
-from octavo_bench.serving.stream_reader import Ask, Streamed, completion, read_streams, with_key
+from octavo_bench.serving.stream_reader import Streamed, TimedRequest, completion, read_streams, with_key
 
 START_SECONDS = 0.3
 """After which others come."""
@@ -58,20 +58,20 @@ def text_of(length: int, source: random.Random) -> str:
     return " ".join(words)
 
 
-def newcomers(rate: float, seconds: float, burst: int, seed: int) -> Iterator[Ask]:
+def newcomers(rate: float, seconds: float, burst: int, seed: int) -> Iterator[TimedRequest]:
     """Requests of 4 tokens with prompts of 0.5 to 8 KiB, ``rate`` a second, ``burst`` at a time."""
     source = random.Random(seed)
     for number in range(int(rate * seconds / burst)):
         for _ in range(burst):
             size = source.choice((512, 1 << 10, 2 << 10, 4 << 10, MAX_PROMPT_BYTES))
-            yield Ask(
+            yield TimedRequest(
                 START_SECONDS + number * burst / rate,
                 completion(text_of(size, source), 4, model=MODEL_NAME),
                 watched=False,
             )
 
 
-def schemas(rate: float, seconds: float, seed: int) -> Iterator[Ask]:
+def schemas(rate: float, seconds: float, seed: int) -> Iterator[TimedRequest]:
     """Requests with JSON schemas that take as long as any to be refused or compiled; no two are the same."""
     source = random.Random(seed)
     for number in range(int(rate * seconds)):
@@ -82,7 +82,7 @@ def schemas(rate: float, seconds: float, seed: int) -> Iterator[Ask]:
             for _ in range(8):
                 schema = {"allOf": [{"anyOf": [schema, {"type": kind}]} for kind in ("integer", "boolean")]}
         wanted = {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}
-        yield Ask(
+        yield TimedRequest(
             START_SECONDS + number / rate,
             completion("Say it", 4, model=MODEL_NAME, response_format=wanted),
             watched=False,
@@ -125,18 +125,18 @@ class FrontProcess:
 
     def __enter__(self) -> FrontProcess:
         self.server.wait_ready()
-        read_streams(self.server.port, [Ask(0.0, completion("Once upon a time", 20, model=MODEL_NAME))] * 4)
+        read_streams(self.server.port, [TimedRequest(0.0, completion("Once upon a time", 20, model=MODEL_NAME))] * 4)
         return self
 
     def __exit__(self, *error: object) -> None:
         self.server.stop()
 
-    def measure(self, streams: int, tokens: int, others: Iterable[Ask] = ()) -> dict[str, Any]:
+    def measure(self, streams: int, tokens: int, others: Iterable[TimedRequest] = ()) -> dict[str, Any]:
         """One row: what ``streams`` at a time cost and saw while ``others`` came."""
         pid = self.server.process.pid
-        asks = [Ask(0.0, completion("Once upon a time", tokens, model=MODEL_NAME))] * streams
+        asks = [TimedRequest(0.0, completion("Once upon a time", tokens, model=MODEL_NAME))] * streams
         if self.has_journal:
-            asks = [Ask(0.0, with_key(ask.body, f"{pid}-{next(self._keys)}")) for ask in asks]
+            asks = [TimedRequest(0.0, with_key(ask.body, f"{pid}-{next(self._keys)}")) for ask in asks]
         before, start = cpu_seconds(pid), time.perf_counter()
         answers = read_streams(self.server.port, [*asks, *others])
         used, seconds = cpu_seconds(pid) - before, time.perf_counter() - start
@@ -175,7 +175,7 @@ class Loads(NamedTuple):
     schemas: float = 0.0
     """Requests a second with hostile schemas."""
 
-    def asks(self, seconds: float, seed: int) -> Iterator[tuple[str, list[Ask]]]:
+    def asks(self, seconds: float, seed: int) -> Iterator[tuple[str, list[TimedRequest]]]:
         """Each load's name and requests, for a stream of so many seconds."""
         yield "none", []
         if self.newcomers:

@@ -28,7 +28,7 @@ from octavo_bench.serving.serve_figures import is_within
 from octavo_bench.serving.serve_load import Prompts, ServeWork, Target
 from octavo_fleet.sim.closed_loops import WORKLOADS as CLOSED
 from octavo_fleet.sim.jobs import Job
-from octavo_fleet.sim.workloads import Profile, Sessions, WithinContext, find_profile
+from octavo_fleet.sim.workloads import Profile, SessionWorkload, WithinContext, find_profile
 
 FILL_SHARE = 2 / 3
 """Of the time before the first judged request, in which the backlog is sent."""
@@ -102,7 +102,7 @@ def arrivals(probe: Probe) -> Iterator[Due]:
     """
     profile, rng = profile_of(probe.work), random.Random(probe.work.seed)
     count = round(probe.rate * probe.ends)
-    sessions = Sessions(profile, 1.0, count + 1 + probe.backlog, seed=probe.work.seed)
+    sessions = SessionWorkload(profile, 1.0, count + 1 + probe.backlog, seed=probe.work.seed)
     sessions.next_text += probe.first_text
     jobs = WithinContext(sessions, probe.work.max_model_len)
     made = [job for _ in range(count + 1 + probe.backlog) if (job := jobs.next_job()) is not None]
@@ -154,7 +154,7 @@ class ProbeClient:
             await asyncio.Event().wait()
 
     async def _closed_loop(self) -> None:
-        sessions = Sessions(profile_of(self.probe.work), 1.0, 1 << 30, seed=self.probe.work.seed)
+        sessions = SessionWorkload(profile_of(self.probe.work), 1.0, 1 << 30, seed=self.probe.work.seed)
         sessions.next_text += self.probe.first_text
         jobs = WithinContext(sessions, self.probe.work.max_model_len)
 

@@ -20,7 +20,7 @@ from octavo.errors import ConfigError
 from octavo_bench.serving.http_client import Endpoint, TimedAnswer
 from octavo_fleet.sim.closed_loops import WORKLOADS as CLOSED
 from octavo_fleet.sim.jobs import Awaits, Job, Workload
-from octavo_fleet.sim.workloads import Sessions, WithinContext, find_profile, make_workload
+from octavo_fleet.sim.workloads import SessionWorkload, WithinContext, find_profile, make_workload
 
 Bounds = tuple[int, int]
 
@@ -163,7 +163,7 @@ class ServeWork:
             profile = find_profile(self.workload, self.input_len, self.output_len)
             if load.rate is None:
                 profile = profile._replace(pause=0.0)
-            made = Sessions(profile, load.rate or 1.0, self.num_prompts, self.burstiness, self.seed)
+            made = SessionWorkload(profile, load.rate or 1.0, self.num_prompts, self.burstiness, self.seed)
         return WithinContext(made, self.max_model_len)
 
 

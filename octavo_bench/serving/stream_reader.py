@@ -15,7 +15,7 @@ END = b"data: [DONE]\n\n"
 MAX_SECONDS = 120.0
 
 
-class Ask(NamedTuple):
+class TimedRequest(NamedTuple):
     """A request to send ``at`` seconds after the start; ``watched``: whether the times of its pieces are kept."""
 
     at: float
@@ -26,7 +26,7 @@ class Ask(NamedTuple):
 class Streamed:
     """What came of one request."""
 
-    def __init__(self, ask: Ask, sent: float) -> None:
+    def __init__(self, ask: TimedRequest, sent: float) -> None:
         self.ask = ask
         self.sent = sent
         self.times: list[float] = []
@@ -57,7 +57,9 @@ def with_key(request: bytes, key: str) -> bytes:
     return request.replace(b"\r\n", b"\r\nIdempotency-Key: %b\r\n" % key.encode(), 1)
 
 
-def read_streams(port: int, asks: Iterable[Ask], following: Callable[[], Ask | None] = lambda: None) -> list[Streamed]:
+def read_streams(
+    port: int, asks: Iterable[TimedRequest], following: Callable[[], TimedRequest | None] = lambda: None
+) -> list[Streamed]:
     """Send each request when it is due and read all answers to their ends. After an answer, its client sends what
     ``following`` returns, at once.
 
@@ -87,7 +89,7 @@ def read_streams(port: int, asks: Iterable[Ask], following: Callable[[], Ask | N
     return done
 
 
-def _send(selector: selectors.BaseSelector, port: int, ask: Ask) -> None:
+def _send(selector: selectors.BaseSelector, port: int, ask: TimedRequest) -> None:
     connection = socket.create_connection(("127.0.0.1", port))
     connection.sendall(ask.body)
     connection.setblocking(False)

@@ -48,7 +48,7 @@ after one system prompt that all requests share. ``fixed``, ``shared-prefix`` an
 replace them."""
 
 
-class Sessions:
+class SessionWorkload:
     """Open-loop arrivals of conversations, at ``rate`` requests a second over all turns.
 
     Times between first turns are gamma distributed: ``burstiness`` 1 is Poisson, less is burstier, more is evener.
@@ -252,4 +252,4 @@ def make_workload(
         return ClosedLoop(num_requests, prompt, output, 0.5, concurrency, seed)
     if rate is None:
         raise ConfigError(f"workload {name} needs --rate, in requests per second, or --concurrency")
-    return Sessions(profile, rate, num_requests, burstiness, seed, is_steady, answer_seconds)
+    return SessionWorkload(profile, rate, num_requests, burstiness, seed, is_steady, answer_seconds)

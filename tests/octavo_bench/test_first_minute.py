@@ -10,13 +10,13 @@ import pytest
 from octavo.cli import build_parser
 from octavo_bench.records import plots
 from octavo_bench.serving.first_minute import figures_of
-from octavo_bench.serving.stream_reader import Ask, Streamed
+from octavo_bench.serving.stream_reader import Streamed, TimedRequest
 
 READY = 100.0
 
 
 def answer(sent: float, times: list[float], counts: list[int]) -> Streamed:
-    streamed = Streamed(Ask(0.0, b""), READY + sent)
+    streamed = Streamed(TimedRequest(0.0, b""), READY + sent)
     streamed.times, streamed.counts = [READY + time for time in times], counts
     return streamed
 

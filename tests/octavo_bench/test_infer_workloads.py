@@ -7,7 +7,7 @@ import pytest
 from octavo.cli import main
 from octavo_bench.serving.serve_load import SERVING, Arrivals
 from octavo_fleet.sim.jobs import Job
-from octavo_fleet.sim.workloads import PROFILES, Sessions
+from octavo_fleet.sim.workloads import PROFILES, SessionWorkload
 
 
 def jobs_of(name: str, num_requests: int = 0) -> list[Job]:
@@ -43,9 +43,9 @@ def test_a_load_of_its_own_is_not_given_again(capsys: pytest.CaptureFixture[str]
 
 
 def test_a_rate_without_end_is_a_burst_and_a_steady_one_holds_from_the_start() -> None:
-    burst = Sessions(PROFILES["single"], float("inf"), 5)
+    burst = SessionWorkload(PROFILES["single"], float("inf"), 5)
     assert {job.arrival for job in iter(burst.next_job, None)} == {0.0}
-    steady = Sessions(PROFILES["chat"], 50.0, 2000, is_steady=True)
+    steady = SessionWorkload(PROFILES["chat"], 50.0, 2000, is_steady=True)
     arrivals = []
     for job in iter(steady.next_job, None):
         if not job.is_past:

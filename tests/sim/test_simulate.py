@@ -22,7 +22,7 @@ from octavo_fleet.sim.jobs import Awaits, Job, Workload
 from octavo_fleet.sim.replica import ReplicaSizes
 from octavo_fleet.sim.setup import SimulationSpec
 from octavo_fleet.sim.simulate import Fleet, Simulation
-from octavo_fleet.sim.workloads import PROFILES, ClosedLoop, Sessions
+from octavo_fleet.sim.workloads import PROFILES, ClosedLoop, SessionWorkload
 from tests.engine.virtual import StepCost, VirtualEngine
 from tests.tiers import one_in
 
@@ -85,7 +85,7 @@ def test_one_request_by_hand() -> None:
 
 def test_decides_as_an_engine_stepped_alone_does() -> None:
     jobs = []
-    sessions = Sessions(PROFILES["single"]._replace(), rate=40, num_requests=60, seed=3)
+    sessions = SessionWorkload(PROFILES["single"]._replace(), rate=40, num_requests=60, seed=3)
     while (job := sessions.next_job()) is not None:
         jobs.append(Job(job.arrival, ((job.prompt[0][0], min(300, job.prompt[0][1])),), job.output_len % 90 + 1, 7))
     requests = [job.request(number, job.arrival + START, job.tokens()) for number, job in enumerate(jobs, 1)]
@@ -125,11 +125,11 @@ def test_requests_of_one_moment_are_in_one_step() -> None:
 
 def test_later_turns_find_what_the_turns_before_left() -> None:
     profile = PROFILES["chat"]._replace(turns=6.0, pause=0.5, applications=1)
-    run = simulate(Sessions(profile, 4.0, 80, seed=1), sizes=SIZES._replace(num_blocks=8192))
+    run = simulate(SessionWorkload(profile, 4.0, 80, seed=1), sizes=SIZES._replace(num_blocks=8192))
     assert run.figures["requests"] == 80
     assert run.figures["prefix_hit_rate"] > 0.5
     sizes = SIZES._replace(num_blocks=8192, states=StateSize(8 + 400, 8, 1536))
-    recurrent = simulate(Sessions(profile, 4.0, 80, seed=1), sizes=sizes)
+    recurrent = simulate(SessionWorkload(profile, 4.0, 80, seed=1), sizes=sizes)
     assert run.figures["prefix_hit_rate"] > recurrent.figures["prefix_hit_rate"] > 0.9 * run.figures["prefix_hit_rate"]
     for replica in recurrent.simulation.replicas:
         replica.cache.check([])
@@ -142,7 +142,7 @@ def test_routers_keep_conversations_where_they_are_cached() -> None:
     rates = {}
     for router in ("round-robin", "least-loaded", "prefix-aware"):
         sizes = SIZES._replace(num_blocks=4096, max_num_batched_tokens=2048)
-        workload = Sessions(profile, 20.0, 300, seed=2)
+        workload = SessionWorkload(profile, 20.0, 300, seed=2)
         run = simulate(workload, router=router, num_replicas=4, sizes=sizes)
         assert run.figures["requests"] + run.figures["refused"] == 300
         rates[router] = run.figures["prefix_hit_rate"]
@@ -178,9 +178,9 @@ def test_two_steps_in_flight_give_the_same_tokens() -> None:
 
 
 def test_equal_seeds_give_equal_figures() -> None:
-    first, second = (simulate(Sessions(PROFILES["chat"], 50, 30, seed=4), num_replicas=3) for _ in range(2))
+    first, second = (simulate(SessionWorkload(PROFILES["chat"], 50, 30, seed=4), num_replicas=3) for _ in range(2))
     assert first.figures == second.figures
-    third = simulate(Sessions(PROFILES["chat"], 50, 30, seed=5), num_replicas=3)
+    third = simulate(SessionWorkload(PROFILES["chat"], 50, 30, seed=5), num_replicas=3)
     assert first.figures != third.figures
 
 
