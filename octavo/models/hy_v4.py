@@ -157,6 +157,12 @@ class HYV4ForCausalLM(DeepseekV32ForCausalLM):
         self.last_streams = Streams(config, weights, "model.hc_pre.hc_head.hc_head", 1)
         weights.tensors.leave_out("model.mtp_layers.")
 
+    @staticmethod
+    def own_name(name: str) -> str:
+        """That of a weight in published checkpoints; the library writes others for a model without a head."""
+        end = name.removeprefix("hc_head.hc_pre.hc_head_")
+        return name if end == name else f"hc_pre.hc_head.hc_head_{end}"
+
     def embedded(self, token_ids_T: Tensor, positions_T: Tensor) -> Tensor:
         return super().embedded(token_ids_T, positions_T).repeat(1, self.num_streams)
 

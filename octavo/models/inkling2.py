@@ -289,6 +289,7 @@ class Inkling2ForCausalLM(DistanceDecoder):
     @staticmethod
     def own_name(name: str) -> str:
         """That of a weight in the library's checkpoints."""
+        name = HEADLESS.sub("model.llm.", name)
         if found := QUERIES.match(name):
             return f"model.layers.{int(found[1]) + 1}.attention_input.query"
         for pattern, own in PUBLISHED_NAMES:
@@ -334,6 +335,8 @@ PUBLISHED_NAMES = [
     )
 ]
 """What stands in names of published checkpoints, and what it is in those of the library, one after the other."""
+HEADLESS = re.compile(r"^(?=(embed|embed_norm|layers|norm|attn_res)\.)")
+"""Beginnings of names in a checkpoint without a head."""
 QUERIES = re.compile(r"^model\.llm\.attn_res\.attn_queries\.(\d+)$")
 """Those of the second layer come first."""
 

@@ -38,7 +38,15 @@ UNUSED = (
 """Keys of training, and those of windows, which no layer has."""
 
 
-class BailingMoeV2ForCausalLM(Decoder):
+class LingDecoder(Decoder):
+    @staticmethod
+    def own_name(name: str) -> str:
+        """That of a weight in published checkpoints; the library names embeddings otherwise if there is no head."""
+        end = name.removeprefix("embed_tokens.")
+        return name if end == name else f"word_embeddings.{end}"
+
+
+class BailingMoeV2ForCausalLM(LingDecoder):
     @classmethod
     def read_config(cls, keys: ConfigKeys, max_len: int | None) -> DecoderConfig:
         keys.must_be({"norm_head": (False,), "use_rmsnorm": (True,)})
@@ -86,7 +94,7 @@ class BailingHybridLayer(HybridLayer, DeepseekLayer):
         return KimiDelta(self.input_norm, projections, conv_WC, None, 0, heads._replace(lowest=config.lowest))
 
 
-class BailingHybridForCausalLM(Decoder):
+class BailingHybridForCausalLM(LingDecoder):
     layer_class = BailingHybridLayer
 
     @classmethod

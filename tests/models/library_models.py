@@ -8,14 +8,17 @@ from typing import Any, ClassVar
 import torch
 from transformers import (
     AutoConfig,
+    AutoModel,
     AutoModelForCausalLM,
     Glm4MoeConfig,
     Glm4MoeForCausalLM,
+    Glm4MoeModel,
     Glm5NextPreTrainedModel,
     Glm5NextTextConfig,
     Glm5NextTextModel,
     GraniteConfig,
     GraniteForCausalLM,
+    GraniteModel,
     Mistral4Config,
     Mistral4ForCausalLM,
     Step3p7PreTrainedModel,
@@ -31,14 +34,18 @@ Split = getattr(core_model_loading, "Split", None)
 """Not in transformers 5.17: there, Ling's joined projections cannot be compared."""
 
 
+class Step3p5Model(Step3p7TextModel):
+    """The text part of Step 3.7, which is Step 3.5."""
+
+
 class Step3p5ForCausalLM(Step3p7PreTrainedModel):
-    """The text part of Step 3.7 with a head, which is Step 3.5: the library has it within the whole alone."""
+    """Step 3.5, which the library has within the whole of Step 3.7 alone."""
 
     config_class = Step3p7TextConfig
 
     def __init__(self, config: Step3p7TextConfig) -> None:
         super().__init__(config)
-        self.model = Step3p7TextModel(config)
+        self.model = Step3p5Model(config)
         self.lm_head = torch.nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
 
@@ -77,6 +84,10 @@ class BailingMoeV2Config(Glm4MoeConfig):
     moe_router_enable_expert_bias: bool = True
 
 
+class BailingMoeV2Model(Glm4MoeModel):
+    config_class = BailingMoeV2Config
+
+
 class BailingMoeV2ForCausalLM(Glm4MoeForCausalLM):
     config_class = BailingMoeV2Config
 
@@ -98,6 +109,10 @@ class MiniCPMConfig(GraniteConfig):
         }
 
 
+class MiniCPMModel(GraniteModel):
+    config_class = MiniCPMConfig
+
+
 class MiniCPMForCausalLM(GraniteForCausalLM):
     config_class = MiniCPMConfig
 
@@ -117,10 +132,13 @@ def register() -> None:
     AutoModelForCausalLM.register(Mistral4Config, Mistral4ForCausalLM, exist_ok=True)
     AutoModelForCausalLM.register(Glm5NextTextConfig, Glm5NextForCausalLM, exist_ok=True)
     AutoModelForCausalLM.register(Step3p7TextConfig, Step3p5ForCausalLM, exist_ok=True)
+    AutoModel.register(Step3p7TextConfig, Step3p5Model, exist_ok=True)
     AutoConfig.register("minicpm", MiniCPMConfig, exist_ok=True)
     AutoModelForCausalLM.register(MiniCPMConfig, MiniCPMForCausalLM, exist_ok=True)
+    AutoModel.register(MiniCPMConfig, MiniCPMModel, exist_ok=True)
     AutoConfig.register("bailing_moe_v2", BailingMoeV2Config, exist_ok=True)
     AutoModelForCausalLM.register(BailingMoeV2Config, BailingMoeV2ForCausalLM, exist_ok=True)
+    AutoModel.register(BailingMoeV2Config, BailingMoeV2Model, exist_ok=True)
     of_step = [
         conversion
         for conversion in get_checkpoint_conversion_mapping("step3p7")
