@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 from collections.abc import Iterator, Mapping, Sequence
 from importlib import import_module
 from importlib.metadata import entry_points
@@ -256,9 +257,10 @@ def _family(name: str) -> ModelFamily:
         for entry in entry_points(group=ENTRY_POINTS, name=name):
             found: ModelFamily = entry.load()
             return found
-        known = ", ".join([*ARCHITECTURES, *TEXT_PARTS, *ENCODERS])
+        close = difflib.get_close_matches(name, [*ARCHITECTURES, *TEXT_PARTS, *ENCODERS], n=3)
+        nearest = f"; closest are {', '.join(close)}" if close else ""
         raise CheckpointError(
-            f"config: architecture {name} is not supported; supported are {known}; others, more slowly, with backend "
-            "transformers"
+            f"config: architecture {name} is not supported{nearest}; `octavo models` lists all that are; others, more "
+            "slowly, with backend transformers"
         )
     return ARCHITECTURES[name]
