@@ -126,7 +126,7 @@ class Indexer:
         self, h_TD: Tensor, queries_TN: Tensor, angles: tuple[Tensor, Tensor], cache: LayerCache, rows: PagedRows
     ) -> ChosenKeys | None:
         """Store the keys of normed rows, and choose for their ``queries``; ``None``: all positions."""
-        index = cache.index
+        index = cache.index_keys
         assert index is not None
         k_T1W = self.k_norm(self.k_proj(h_TD)).unsqueeze(1)
         q_TNW = queries_TN.view(len(h_TD), -1, self.width)

@@ -117,7 +117,7 @@ class PooledIndexer:
 
     def __call__(self, h_TD: Tensor, queries_TN: Tensor, cache: LayerCache, rows: PagedRows) -> ChosenKeys | None:
         """Store the keys of normed rows, and those of blocks that end; what each row attends to, ``None``: all."""
-        part, T, index = self.part, len(h_TD), cache.index
+        part, T, index = self.part, len(h_TD), cache.index_keys
         assert index is not None
         entry_T1E = torch.cat((self.k_norm(self.k_proj(h_TD)), self.gate_proj(h_TD)), dim=1).unsqueeze(1)
         slots_T = rows.of(cache).slot_mapping_T

@@ -110,7 +110,7 @@ class MiniMaxM3Layer(DecoderLayer):
     def attend(self, qkv_TW: Tensor, step: StepAngles, cache: LayerCache, rows: PagedRows) -> Tensor:
         if not self.index_width:
             return super().attend(qkv_TW, step, cache, rows)
-        index, (cos_TR, sin_TR), heads = cache.index, step.angles[0], self.heads
+        index, (cos_TR, sin_TR), heads = cache.index_keys, step.angles[0], self.heads
         assert index is not None
         qkv_TW, index_TW = qkv_TW.split_with_sizes([sum(heads.sizes), qkv_TW.shape[1] - sum(heads.sizes)], dim=1)
         qkv_TW, T, K, width = ops.concat(qkv_TW), len(qkv_TW), heads.num_kv_heads, self.index_width

@@ -308,7 +308,7 @@ class BlockIndexer:
 
     def __call__(self, h_TD: Tensor, step: StepAngles, cache: LayerCache, rows: PagedRows) -> Tensor | None:
         """Store the keys, and those of blocks that end; the blocks of each row [T, C], ``None``: all."""
-        (N, width, block, most), T, index = self.part, len(h_TD), cache.index
+        (N, width, block, most), T, index = self.part, len(h_TD), cache.index_keys
         assert index is not None
         qk_TNI = self.projections(h_TD).view(T, N + 1, width)
         key_T1I = qk_TNI[:, N:].contiguous()

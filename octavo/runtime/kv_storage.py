@@ -97,7 +97,7 @@ class KVStorage:
                 pool.append(torch.empty(shape, dtype=stored, device=device))
                 for i, part in zip(layers, pool[-1], strict=True):
                     if is_index:
-                        caches[i] = caches[i]._replace(index=part[0])
+                        caches[i] = caches[i]._replace(index_keys=part[0])
                     else:
                         caches[i] = LayerCache(part[0], part[-1], index, scales.get(i), context=context)
             for routes in filter(None, (specs[i].routes for i in group.layers)):
@@ -116,7 +116,7 @@ class KVStorage:
         self.layers = every[: len(every) - num_draft_layers]
         self.draft_layers = every[len(self.layers) :]
         for cache in self.draft_layers:  # a drafter that rested reads what it has not written
-            for kept in (cache.keys, cache.values, *([] if cache.index is None else [cache.index])):
+            for kept in (cache.keys, cache.values, *([] if cache.index_keys is None else [cache.index_keys])):
                 kept.zero_()
 
     def _allocate_states(self, specs: Sequence[LayerCacheSpec], pool: StatePool) -> dict[int, tuple[Tensor, ...]]:

@@ -101,7 +101,7 @@ def test_rows_attend_to_chosen_blocks_and_what_is_behind_them(
     T, real = len(step.q_TNW), int(step.rows.cu_seqlens_q[-1])
     k_cache, v_cache = (torch.full((len(step.index), K, block_size, H), float("nan")) for _ in range(2))
     of_heads = None if scales is None else KVScales(*(torch.tensor(scales) for _ in range(2)))
-    cache = LayerCache(k_cache, v_cache, index=step.index, scales=of_heads)
+    cache = LayerCache(k_cache, v_cache, index_keys=step.index, scales=of_heads)
     every = [[torch.randn(n, K, H) for n in step.lengths] for _ in range(2)]
     for keys, values, slots in zip(*every, step.slots, strict=True):
         store_kv(keys, values, k_cache, v_cache, slots, of_heads)

@@ -54,7 +54,7 @@ class Step:
             torch.tensor(lengths, dtype=torch.int32) * (torch.tensor(counts) > 0),
             max(counts),
         )
-        self.cache = LayerCache(self.latents, self.latents, index=self.index)
+        self.cache = LayerCache(self.latents, self.latents, index_keys=self.index)
         # Small whole numbers: every order of sums gives the same, and many scores are equal.
         self.keys = [torch.randint(-2, 3, (n, WIDTH)).float() for n in lengths]
         for keys, slots in zip(self.keys, self.slots, strict=True):
@@ -74,7 +74,7 @@ class Step:
             cu_seqlens_q=rows.cu_seqlens_q.to(device),
             seq_lens_S=rows.seq_lens_S.to(device),
         )
-        self.cache = LayerCache(self.latents, self.latents, index=self.index)
+        self.cache = LayerCache(self.latents, self.latents, index_keys=self.index)
         return self
 
     def expected(self, most: int) -> list[list[int]]:

@@ -68,7 +68,7 @@ class LayerCache(NamedTuple):
     """Of a layer with recurrent state: each tensor of it, ``[slots, ...]``."""
     context: ContextRanks | None = None
     """The ranks that divide each context; ``None``: the cache holds all of it. See ``partial_attention``."""
-    index: Tensor | None = None  # type: ignore[assignment]  # tuples have a method of this name, which nothing calls
+    index_keys: Tensor | None = None
     """Keys of an indexer that chooses what is attended to, as those of one head (``ops.choose_keys``)."""
     beside: tuple[LayerCache, ...] = ()
     """What the layer caches besides, each in its own KV group."""

@@ -1,6 +1,6 @@
 """Attention to blocks of earlier positions that an indexer chose for each row (Qwen4's QSA).
 
-An indexer caches one key for each position, in ``LayerCache.index``, and makes one of the keys of every block of
+An indexer caches one key for each position, in ``LayerCache.index_keys``, and makes one of the keys of every block of
 ``size`` positions, which takes the place of its last position's. A block's score for a row is the sum over the
 indexer's heads of the positive parts of the dot products of their queries with the block's key. A row attends to the
 blocks of the highest scores among those that end before it or with it, and to the positions behind the last of these.
@@ -86,7 +86,7 @@ def choose_blocks(
     ``weights``, float32, are what the positive parts are multiplied by before they are added.
     Sums are computed in float64, so that a choice does not depend on which rows are computed together.
     """
-    index, tables_SB = cache.index, rows.of(cache).block_tables_SB
+    index, tables_SB = cache.index_keys, rows.of(cache).block_tables_SB
     assert index is not None, "the layer has no indexer"
     (T, N, width), block_size = q_TNW.shape, index.shape[2]
     most = max(1, min(count, tables_SB.shape[1] * block_size // size))

@@ -38,10 +38,10 @@ def choose_head_blocks(q_TKI: Tensor, cache: LayerCache, rows: PagedRows, rule: 
     """The blocks of each row's sequence that it attends to, int32 [T, K, B]: ascending, behind them -1. B is the rule's
     most, or what the block tables have room for.
 
-    ``cache.index`` holds the indexer's keys, those of this step included, each like a cached head. Dot products are
-    computed in float32 at least.
+    ``cache.index_keys`` holds the indexer's keys, those of this step included, each like a cached head. Dot products
+    are computed in float32 at least.
     """
-    index, tables_SB = cache.index, rows.of(cache).block_tables_SB
+    index, tables_SB = cache.index_keys, rows.of(cache).block_tables_SB
     assert index is not None, "the layer has no indexer"
     (T, K, width), block_size = q_TKI.shape, index.shape[2]
     wide, room = torch.promote_types(q_TKI.dtype, torch.float32), -(-tables_SB.shape[1] * block_size // rule.size)

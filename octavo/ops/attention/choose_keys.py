@@ -71,10 +71,10 @@ def sees_all(cache: LayerCache, rows: PagedRows, count: int) -> bool:
 def choose_keys(q_TNW: Tensor, weights_TN: Tensor, cache: LayerCache, rows: PagedRows, count: int) -> ChosenKeys:
     """Choose up to ``count`` positions for each row, among those of its sequence up to its own.
 
-    ``cache.index`` holds the indexer's keys, those of this step included, of which one row is ``[1, W]`` like a cached
-    head. Weights are float32. Scores are computed in float32 at least.
+    ``cache.index_keys`` holds the indexer's keys, those of this step included, of which one row is ``[1, W]`` like a
+    cached head. Weights are float32. Scores are computed in float32 at least.
     """
-    index, tables_SB = cache.index, rows.of(cache).block_tables_SB
+    index, tables_SB = cache.index_keys, rows.of(cache).block_tables_SB
     assert index is not None, "the layer has no indexer"
     (T, N, W), block_size = q_TNW.shape, index.shape[2]
     wide = torch.promote_types(q_TNW.dtype, torch.float32)

@@ -117,7 +117,7 @@ def choose_keys_numba(q_TNW: Tensor, weights_TN: Tensor, cache: LayerCache, rows
 
     Raises ``IndexError`` for block numbers that do not fit the cache.
     """
-    index, (T, N, W) = cache.index, q_TNW.shape
+    index, (T, N, W) = cache.index_keys, q_TNW.shape
     assert index is not None, "the layer has no indexer"
     assert index.is_contiguous(), "the indexer's keys must be contiguous"
     assert index.shape[1::2] == (1, row_length(index.dtype, W)), f"keys of {W} numbers are not those of the cache"

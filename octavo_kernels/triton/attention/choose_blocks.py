@@ -33,13 +33,13 @@ def choose_blocks_triton(
     q_TNW: Tensor, cache: LayerCache, rows: PagedRows, size: int, count: int, weights_TN: Tensor | None = None
 ) -> Tensor:
     """See ``ops.choose_blocks``; sums are computed in float32. Nothing is read by the host."""
-    assert cache.index is not None, "the layer has no indexer"
+    assert cache.index_keys is not None, "the layer has no indexer"
     (T, N, W), places = q_TNW.shape, RowPlaces.of(cache, rows, len(q_TNW))
     num_blocks = places.tables_SB.shape[1] * places.block_size // size
     most, none = max(1, min(count, num_blocks)), places.tables_SB.shape[1] * places.block_size
     if not num_blocks or not T:
         return torch.full((T, most), none, dtype=torch.int64, device=q_TNW.device)
-    has_wide, q_TNW = is_packed(cache.index), q_TNW.contiguous()
+    has_wide, q_TNW = is_packed(cache.index_keys), q_TNW.contiguous()
     weights_TN = None if weights_TN is None else weights_TN.contiguous()
     at_once = max(1, min(T, MAX_SCRATCH // (num_blocks * (N + W)) if has_wide else MOST_SCORES // num_blocks))
     ranks_QB = empty_indices(0 if has_wide else at_once * num_blocks, torch.int64, q_TNW.device).view(-1, num_blocks)
@@ -48,10 +48,10 @@ def choose_blocks_triton(
         part = slice(first, min(T, first + at_once))
         if has_wide:
             of_rows = None if weights_TN is None else weights_TN[part]
-            ranks_QB = _packed_ranks(q_TNW[part], cache.index, places.part(part), size, num_blocks, of_rows)
+            ranks_QB = _packed_ranks(q_TNW[part], cache.index_keys, places.part(part), size, num_blocks, of_rows)
         else:
             launch(
-                _rank_kernel, (part.stop - first, triton.cdiv(num_blocks, BLOCKS)), q_TNW, cache.index,
+                _rank_kernel, (part.stop - first, triton.cdiv(num_blocks, BLOCKS)), q_TNW, cache.index_keys,
                 places.tables_SB, places.seqs_T, places.positions_T, weights_TN, ranks_QB, first, num_blocks,
                 places.tables_SB.shape[1], N=N, W=W, SIZE=size, BLOCK_SIZE=places.block_size, BLOCKS=BLOCKS,
                 HEADS=max(16, triton.next_power_of_2(N)), WIDTH=max(16, triton.next_power_of_2(W)),

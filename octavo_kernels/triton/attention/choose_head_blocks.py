@@ -68,7 +68,7 @@ def block_worth_kernel(
 @choose_head_blocks.kernel(device="cuda", name="triton", preference=10, supports=declines_floats)
 def choose_head_blocks_triton(q_TKI: Tensor, cache: LayerCache, rows: PagedRows, rule: HeadBlocks) -> Tensor:
     """See ``ops.choose_head_blocks``. A row's choice is the same whatever the other rows are."""
-    index, tables_SB = cache.index, rows.of(cache).block_tables_SB
+    index, tables_SB = cache.index_keys, rows.of(cache).block_tables_SB
     assert index is not None, "the layer has no indexer"
     (T, K, width), block_size = q_TKI.shape, index.shape[2]
     C = triton.cdiv(tables_SB.shape[1] * block_size, rule.size)

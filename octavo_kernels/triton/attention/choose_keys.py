@@ -30,7 +30,7 @@ TILE, TILE_WARPS = 4096, 8
 @choose_keys.kernel(device="cuda", name="triton", preference=10, supports=declines_floats)
 def choose_keys_triton(q_TNW: Tensor, weights_TN: Tensor, cache: LayerCache, rows: PagedRows, count: int) -> ChosenKeys:
     """See ``ops.choose_keys``."""
-    index, tables_SB = cache.index, rows.of(cache).block_tables_SB
+    index, tables_SB = cache.index_keys, rows.of(cache).block_tables_SB
     assert index is not None, "the layer has no indexer"
     (T, N, W), S, block_size = q_TNW.shape, len(rows.seq_lens_S), index.shape[2]
     assert index.stride()[2:] == (W, 1), "the slots of a block must lie side by side"

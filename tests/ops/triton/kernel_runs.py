@@ -127,7 +127,7 @@ def _linears(make: Maker, dtype: torch.dtype) -> Iterator[tuple[str, Call]]:
     yield "head_linear", by_head
     yield "invariant head_linear", functools.partial(_invariantly, by_head)
     index, keys = make.cache(6, 1, 24, dtype), make.cache(6, 2, 16, dtype)
-    indexed = LayerCache(keys, keys, index=index)
+    indexed = LayerCache(keys, keys, index_keys=index)
     queries, rows = make.floats(6, 4, 24, dtype=dtype), make.rows([2, 3], [20, 30])
     yield "choose_blocks", functools.partial(ops.choose_blocks, queries, indexed, rows, 4, 2)
     heads, angles = HeadLayout(4, 2, 16, 0.25), (make.floats(6, 8), make.floats(6, 8))
@@ -243,10 +243,10 @@ def _attentions(make: Maker, dtype: torch.dtype) -> Iterator[tuple[str, Call]]:
             yield from _compressed(make, dtype, rows, lens)
         if cache_dtype not in packed:
             queries, weights = make.floats(T, 16, 40, dtype=dtype), make.floats(T, 16)
-            cache = LayerCache(keys, values, index=make.cache(12, 1, 40, cache_dtype))
+            cache = LayerCache(keys, values, index_keys=make.cache(12, 1, 40, cache_dtype))
             choose = functools.partial(ops.choose_keys, queries, weights, cache, rows, 20)
             yield f"choose_keys {max(lens[0])} {cache_dtype}", choose
-        indexed = LayerCache(keys, values, index=make.cache(12, 1, row_length(cache_dtype, H), cache_dtype))
+        indexed = LayerCache(keys, values, index_keys=make.cache(12, 1, row_length(cache_dtype, H), cache_dtype))
         choice = functools.partial(ops.choose_head_blocks, make.floats(T, K, H, dtype=dtype), indexed, rows)
         yield f"choose_head_blocks {max(lens[0])} {H} {cache_dtype}", functools.partial(choice, HeadBlocks(24, 1, 1))
 

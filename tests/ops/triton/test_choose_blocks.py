@@ -40,7 +40,7 @@ def test_the_same_blocks_are_chosen(
         return empty_indices(size, *args)
 
     monkeypatch.setattr(module, "empty_indices", counted)
-    cache = step.cache._replace(index=step.index.to(device))
+    cache = step.cache._replace(index_keys=step.index.to(device))
     groups = tuple(type(group)(*(x.to(device) for x in group)) for group in step.rows.groups)
     rows = type(step.rows)(groups, step.rows.cu_seqlens_q.to(device), step.rows.seq_lens_S.to(device), 1)
     q_TNW = step.q_TNW.to(device, torch.float32 if dtype == torch.float32 else torch.bfloat16)
