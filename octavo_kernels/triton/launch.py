@@ -166,6 +166,10 @@ def launching_nothing() -> Iterator[None]:
         yield
 
 
+MOST_BESIDE = 2**16 - 1
+"""Programs on the second axis of a grid, and on the third; the first has room for 2 ** 31."""
+
+
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
     """Launch ``kernel[grid]``; its ``PDL`` argument, and the launch itself, follow ``use_pdl()``."""
     if (compiling := _compiling.get()) is not None:

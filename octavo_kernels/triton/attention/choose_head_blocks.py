@@ -25,17 +25,22 @@ MAX_SCRATCH = MOST_SCORES // 2
 """Numbers of what blocks are worth that are held at once: ranked, each takes 16 bytes."""
 
 
-@triton.jit(do_not_specialize=["first", "end", "num_blocks", "table_stride"])
+@triton.jit(do_not_specialize=["first", "end", "num_tiles", "num_blocks", "table_stride"])
 def block_worth_kernel(
     q_ptr: tl.tensor, index_ptr: tl.tensor, tables_ptr: tl.tensor, seqs_ptr: tl.tensor, positions_ptr: tl.tensor,
-    out_ptr: tl.tensor, first: tl.tensor, end: tl.tensor, num_blocks: tl.tensor, table_stride: tl.tensor,
-    block_stride: tl.tensor, SLOT_STRIDE: tl.constexpr, K: tl.constexpr, WIDTH: tl.constexpr, D: tl.constexpr,
-    SIZE: tl.constexpr, KEYS: tl.constexpr, BLOCK_SIZE: tl.constexpr, RUN: tl.constexpr, ROWS: tl.constexpr,
-    HEADS: tl.constexpr, PDL: tl.constexpr,
+    out_ptr: tl.tensor, first: tl.tensor, end: tl.tensor, num_tiles: tl.tensor, num_blocks: tl.tensor,
+    table_stride: tl.tensor, block_stride: tl.tensor, SLOT_STRIDE: tl.constexpr, K: tl.constexpr, WIDTH: tl.constexpr,
+    D: tl.constexpr, SIZE: tl.constexpr, KEYS: tl.constexpr, BLOCK_SIZE: tl.constexpr, RUN: tl.constexpr,
+    ROWS: tl.constexpr, HEADS: tl.constexpr, PDL: tl.constexpr,
 ) -> None:  # fmt: skip
-    """The worth of one block to a tile of rows, which may be of several sequences."""
-    c, row_M, d_D = tl.program_id(1), tl.arange(0, HEADS), tl.arange(0, D)
-    token_M = first + tl.program_id(0) * ROWS + row_M // K
+    """The worth of one block to a tile of rows, which may be of several sequences.
+
+    Programs of one block are neighbours, as they load the same keys; all are on one axis, as no other has room for the
+    small blocks of a million tokens.
+    """
+    tile, c = tl.program_id(0) % num_tiles, tl.program_id(0) // num_tiles
+    row_M, d_D = tl.arange(0, HEADS), tl.arange(0, D)
+    token_M = first + tile * ROWS + row_M // K
     is_row_M = (row_M < ROWS * K) & (token_M < end)
     at_M = token_M.to(tl.int64) * K + row_M % K
     after_predecessor(PDL)
@@ -82,10 +87,11 @@ def choose_head_blocks_triton(q_TKI: Tensor, cache: LayerCache, rows: PagedRows,
     step = max(tile, MAX_SCRATCH // (K * C) // tile * tile)
     for first in range(0, T, step):
         end = min(T, first + step)
+        num_tiles = triton.cdiv(end - first, tile)
         worth_QKC = torch.empty(end - first, K, C, dtype=torch.float32, device=q_TKI.device)
         launch(
-            block_worth_kernel, (triton.cdiv(end - first, tile), C), q_TKI, index, tables_SB, seqs_T,
-            positions_T.int(), worth_QKC, first, end, C, tables_SB.stride(0), index.stride(0),
+            block_worth_kernel, (num_tiles * C,), q_TKI, index, tables_SB, seqs_T, positions_T.int(), worth_QKC,
+            first, end, num_tiles, C, tables_SB.stride(0), index.stride(0),
             SLOT_STRIDE=index.shape[3], K=K, WIDTH=width, D=max(least_width(index), triton.next_power_of_2(width)),
             SIZE=rule.size, KEYS=max(16, min(MAX_KEYS, triton.next_power_of_2(rule.size))), BLOCK_SIZE=block_size,
             RUN=run_of(index, width), ROWS=tile, HEADS=max(16, triton.next_power_of_2(tile * K)), num_warps=4,

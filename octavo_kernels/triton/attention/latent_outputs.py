@@ -72,7 +72,7 @@ def latent_sums(parts: Parts, rows: PagedRows, part: ContextPart, out_TNX: Tenso
     (S, groups, splits, group, L), (_, N, X) = parts.sums_SPRGL.shape, out_TNX.shape
     # fmt: off
     launch(
-        latent_sums_kernel, (triton.cdiv(L, ADDED_NUMBERS), groups, S),
+        latent_sums_kernel, (S, groups, triton.cdiv(L, ADDED_NUMBERS)),
         parts.sums_SPRGL, parts.logs_SPRG, out_TNX, None if rows.max_query_len == 1 else rows.cu_seqlens_q,
         rows.seq_lens_S, splits, RANK=part.rank, PARTS=part.size, N=N, L=L, X=X, GROUP=group, KEYS=parts.keys,
         BLOCK_L=ADDED_NUMBERS, AT_ONCE=ADDED_AT_ONCE, num_warps=WARPS,
@@ -88,8 +88,8 @@ def latent_sums_kernel(
     PDL: tl.constexpr,
 ) -> None:  # fmt: skip
     """Some numbers of a group of heads of a sequence's one row; every program stores the logarithms, all the same."""
-    group, seq = tl.program_id(1), tl.program_id(2)
-    l_C, g_G = tl.program_id(0) * BLOCK_L + tl.arange(0, BLOCK_L), tl.arange(0, GROUP)
+    seq, group = tl.program_id(0), tl.program_id(1)
+    l_C, g_G = tl.program_id(2) * BLOCK_L + tl.arange(0, BLOCK_L), tl.arange(0, GROUP)
     row, length = single_row(seq, seq >= 0, cu_seqlens_ptr, seq_lens_ptr)
     own_length = part_count(length, RANK, PARTS)
     num_runs = tl.cdiv(own_length, keys_of_run(own_length, max_splits, KEYS))

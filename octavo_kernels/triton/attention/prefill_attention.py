@@ -21,7 +21,7 @@ from octavo.ops.collective import WHOLE_CONTEXT, ContextPart
 from octavo_kernels.triton.attention.cached_rows import least_width, load_rows, row_assembly, run_of, turned_back
 from octavo_kernels.triton.attention.decode_attention import extent_of, sinks_stride
 from octavo_kernels.triton.attention.decode_qkv import load_scales
-from octavo_kernels.triton.launch import after_predecessor, launch, num_multiprocessors, shared_bytes
+from octavo_kernels.triton.launch import MOST_BESIDE, after_predecessor, launch, num_multiprocessors, shared_bytes
 from octavo_kernels.triton.split_sums import LOG2_E, NO_SCORE, part_count, store_log
 
 MAX_HEAD_DIM = 512
@@ -98,12 +98,13 @@ def prefill_attention(
     config = config or config_for(q_TNH.element_size(), head_block, shared_bytes(q_TNH.device))
     rows = max(config.rows, triton.next_power_of_2(group))
     full, at_once = T // (rows // group), triton.cdiv(RESIDENT * num_multiprocessors(q_TNH.device), K)
+    programs = min(full + min(S, max(MAX_SPARE, at_once - full)), MOST_BESIDE)
     run = run_of(k_cache, H)
     scale /= max(1, run)
     cap_in = 2 * LOG2_E.value * scale / softcap if softcap else 0.0  # capped scores need no further scale
     # fmt: off
     launch(
-        _prefill_kernel, (K, full + min(S, max(MAX_SPARE, at_once - full))),
+        _prefill_kernel, (K, programs),
         q_TNH, k_cache, v_cache, out_TNH, block_tables_SB, cu_seqlens_q, seq_lens_S, sinks_N, slopes_N, bias_TNE,
         *(scales or (None, None)),
         extent_of(bias_TNE), sinks_stride(sinks_N), 1.0 if softcap else LOG2_E.value * scale, cap_in,
