@@ -11,7 +11,7 @@ import dataclasses
 from typing import Any
 
 from octavo.layers.mlp import gelu, relu
-from octavo.models.config_keys import ConfigKeys
+from octavo.models.config_keys import ConfigKeys, wrong
 from octavo.models.encoder import DistancePart, Encoder, EncoderConfig, read_encoder, under_names
 from octavo.models.labels import LabelPart, read_activation, read_label_names, tanh
 from octavo.models.parts import MLPPart, Names
@@ -71,8 +71,10 @@ def with_bert_embeddings(config: EncoderConfig, keys: ConfigKeys, *, num_types: 
 def with_positions(
     config: EncoderConfig, first: int = 0, name: str = "embeddings.position_embeddings"
 ) -> EncoderConfig:
-    """With learned positions, of which those before ``first`` are not used."""
+    """With learned positions, of which those before ``first`` are not used. Raises ``CheckpointError`` if all are."""
     most = config.max_position_embeddings
+    if most <= first:
+        raise wrong("max_position_embeddings", most, f"above {first}, the first position of a text")
     return dataclasses.replace(
         config, positions=name, num_positions=most, first_position=first, max_position_embeddings=most - first
     )

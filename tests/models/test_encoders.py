@@ -280,6 +280,7 @@ def test_every_key_that_transformers_writes_is_known(
         ({"hidden_size": 30}, "hidden_size"),
         ({"architectures": ["MPNetModel"], "relative_attention_num_buckets": 64}, "num_buckets is 64; it must be 32"),
         ({"architectures": ["BertForSequenceClassification"], "num_labels": 0}, "num_labels"),
+        ({"architectures": ["RobertaModel"], "pad_token_id": 500}, "max_position_embeddings is 120; .* above 501"),
     ],
 )
 def test_other_arithmetic_is_refused_by_name(tmp_path: Path, changes: dict[str, Any], named: str) -> None:
