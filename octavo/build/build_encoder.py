@@ -57,7 +57,10 @@ def build_encoder(
     is_sparse = model.uses_vocabulary
     rows = AdapterRows() if config.model.enable_lora else None
     loaded = load_encoder(model, checkpoint, form, rows)
-    adapters = None if rows is None else _adapters(model, loaded.maps, rows, form, has_heads=is_sparse)
+    adapters = None
+    if rows is not None:
+        maps, unused = adaptable(model, loaded.maps)
+        adapters = ModelAdapters(maps, rows, form, unused)
     pooler = Pooler(pooling, loaded.model.labels, config.model.load_format, form, loaded.model.vocabulary)
     gc.collect()
     tasks = pooled_tasks(pooling, model.labels, model.vocab_size if is_sparse else model.hidden_size)
@@ -112,14 +115,14 @@ def with_pooling(config: EngineConfig, path: Path, model: EncoderConfig) -> tupl
     return dataclasses.replace(model, uses_vocabulary=is_sparse), pooling
 
 
-def _adapters(
-    model: EncoderConfig, maps: Mapping[str, MapPart], rows: AdapterRows, form: WeightFormat, has_heads: bool
-) -> ModelAdapters:
-    """Adapters of the maps in layers; those of heads are refused where heads are computed, or else passed over."""
+def adaptable(model: EncoderConfig, maps: Mapping[str, MapPart]) -> tuple[dict[str, MapPart], tuple[str, ...]]:
+    """The maps in layers, which adapters may change, and the names of heads that adapters may have since they are not
+    computed; those of heads that are computed are refused. Raises ``ConfigError``."""
     if model.architecture.startswith("Deberta"):
         raise ConfigError("enable_lora: not for DeBERTa, whose queries and keys of positions are computed once for all")
-    unused = () if has_heads or model.labels else (*model.left_out, *(model.root + name for name in model.left_out))
-    return ModelAdapters({name: part for name, part in maps.items() if _IN_LAYER.search(name)}, rows, form, unused)
+    has_heads = model.uses_vocabulary or model.labels is not None
+    unused = () if has_heads else (*model.left_out, *(model.root + name for name in model.left_out))
+    return {name: part for name, part in maps.items() if _IN_LAYER.search(name)}, unused
 
 
 class PooledTasks(NamedTuple):

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from octavo.build.build_vision import Vision
     from octavo.models.encoder import EncoderConfig
     from octavo.models.encoders import LoadedEncoder
+    from octavo.models.linear_parts import MapPart
     from octavo.models.model_config import ModelConfig
     from octavo.models.registry import LoadedModel
     from octavo.quant.stored.stored_weight import WeightFormat
@@ -95,7 +96,7 @@ def _about(family: object) -> str:
 
 def _check(config: EngineConfig) -> int:
     """Check what a start reads, but for the content of weights; nothing is called supported before."""
-    from octavo.build.build_encoder import encoder_limits
+    from octavo.build.build_encoder import adaptable, encoder_limits
     from octavo.build.build_engine import configured_model, model_backend
     from octavo.build.build_vision import load_vision
     from octavo.build.device_settings import resolve_device
@@ -134,10 +135,12 @@ def _check(config: EngineConfig) -> int:
         lines = list(describe(model, loaded, checkpoint))
     if isinstance(model, EncoderConfig):
         limits = encoder_limits(config, path, model, device)
+        if config.model.enable_lora:
+            lines += _check_modules(config, *adaptable(model, loaded.maps))
         print(*lines, sep="\n")
         return _fit_encoder(limits, model, loaded.num_bytes, form, free)
     assert isinstance(loaded, LoadedModel)
-    lines += [*_check_modules(config, loaded), *_check_drafter(config, model, checkpoint, device)]
+    lines += [*_check_modules(config, loaded.maps), *_check_drafter(config, model, checkpoint, device)]
     vision = load_vision(config, path, checkpoint, model, outlined(form))
     if vision is not None:
         connect(loaded.model, vision.loaded.config, form)
@@ -277,18 +280,19 @@ def _check_adapter(config: EngineConfig, path: Path) -> int:
     return _check(dataclasses.replace(config, model=settings))
 
 
-def _check_modules(config: EngineConfig, loaded: LoadedModel) -> Iterator[str]:
-    """A line per adapter of the settings. Raises ``CheckpointError`` for one that does not fit the model."""
+def _check_modules(config: EngineConfig, maps: Mapping[str, MapPart], unused: tuple[str, ...] = ()) -> Iterator[str]:
+    """A line per adapter of the settings; ``unused``: see ``ModelAdapters``. Raises ``CheckpointError`` for one that
+    does not fit the model."""
     import torch
 
     from octavo.config import parse_lora_modules
     from octavo.models.model_adapters import changes_of, check_merge
     from octavo.quant.stored.stored_weight import WeightFormat
 
-    check_merge(config.model, loaded.maps)
+    check_merge(config.model, maps)
     for name, folder in parse_lora_modules(config.model.lora_modules).items():
-        changes = list(changes_of(Path(folder), loaded.maps, WeightFormat(torch.float32, torch.device("meta"))))
-        yield f"adapter {name} fits: it changes {len(changes)} of {len(loaded.maps)} maps"
+        changes = list(changes_of(Path(folder), maps, WeightFormat(torch.float32, torch.device("meta")), unused))
+        yield f"adapter {name} fits: it changes {len(changes)} of {len(maps)} maps"
 
 
 def _check_drafter(

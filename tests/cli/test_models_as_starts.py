@@ -16,6 +16,7 @@ from octavo.cli import main
 from octavo.errors import CheckpointError, ConfigError
 from tests.backends.checkpoints import save_checkpoint
 from tests.models import vision
+from tests.models.adapter_files import make_adapter
 from tests.models.encoder_families import make_encoder
 from tests.models.families import make_checkpoint
 from tests.models.gguf_files import write_gguf
@@ -100,12 +101,14 @@ DAMAGED: dict[str, tuple[Change, Change, dict[str, Any]]] = {
         unchanged,
         {"backend": "transformers", "eviction_policy": "lfu"},
     ),
+    "adapters of DeBERTa": (lambda folder: make_encoder(folder, "DebertaV2/Model"), unchanged, {"enable_lora": True}),
     "ranks of an encoder": (lambda folder: make_encoder(folder, "Bert/Model"), unchanged, {"tensor_parallel_size": 2}),
 }
 
 
 def flags(settings: dict[str, Any]) -> list[str]:
-    return [f"--{name.replace('_', '-')}={value}" for name, value in settings.items()]
+    named = {f"--{name.replace('_', '-')}": value for name, value in settings.items()}
+    return [name if value is True else f"{name}={value}" for name, value in named.items()]
 
 
 @pytest.mark.parametrize("name", DAMAGED)
@@ -121,6 +124,21 @@ def test_what_a_start_refuses_is_refused(name: str, tmp_path: Path, capsys: pyte
     shown = capsys.readouterr()
     assert str(error.value) in shown.err
     assert "supported" not in shown.out
+
+
+def test_adapters_of_an_encoder_are_checked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    bert, other, adapter = (tmp_path / name for name in ("bert", "other", "adapter"))
+    model = make_encoder(bert, "Bert/Model")
+    kind = {"model_class": type(model), "target_modules": ["query", "value"], "task_type": "FEATURE_EXTRACTION"}
+    make_adapter(bert, adapter, 1, **kind)
+    assert main(["models", str(adapter), "--device", "cpu"]) == 0
+    assert "adapter adapter fits: it changes 4 of" in capsys.readouterr().out
+    make_encoder(other, "DistilBert/Model")
+    settings = {"device": "cpu", "enable_lora": True, "lora_modules": f"a={adapter}"}
+    with pytest.raises(CheckpointError) as error:
+        LLM(other, **settings)
+    assert main(["models", str(other), *flags(settings)]) == 2
+    assert str(error.value) in capsys.readouterr().err
 
 
 MADE: dict[str, Change] = {
