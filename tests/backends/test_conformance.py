@@ -6,13 +6,14 @@ import asyncio
 import json
 import signal
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
 from octavo import BeamSearchParams
+from octavo.config import EngineConfig
+from octavo.errors import ConfigError
 from tests.backends.checkpoints import save_checkpoint
 from tests.backends.onnx_export import export
 from tests.backends.workers import WorkerProcess
@@ -24,38 +25,41 @@ BACKENDS = ["octavo", "transformers", nightly("transformers-own-cache"), "grpc",
 MAX_TOKENS = 12
 
 
+@pytest.fixture(scope="module")
+def instant() -> Iterator[Server]:
+    server = start_server("--backend", "instant", "--served-model-name", "tiny")
+    yield server
+    assert server.stop() == 0
+
+
 @pytest.fixture(scope="module", params=BACKENDS)
 def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    servers: list[Server] = []
+    backend = request.param.removesuffix("-own-cache")
     worker: WorkerProcess | None = None
     model: Any = None
-
-    def start(*args: str) -> Server:
-        servers.append(start_server(*args))
-        return servers[-1]
-
-    if request.param == "openai":
-        upstream = start("--backend", "instant", "--served-model-name", "tiny")
-        start("--backend", "openai", "--upstream", upstream.url, "--log-level", "warning")
-    elif request.param in ("toy", "instant"):
-        start("--backend", request.param, "--served-model-name", "tiny")
-    elif request.param == "grpc":
+    if backend == "instant":
+        server = request.getfixturevalue("instant")
+    elif backend == "openai":
+        upstream = request.getfixturevalue("instant").url
+        server = start_server("--backend", "openai", "--upstream", upstream, "--log-level", "warning")
+    elif backend == "toy":
+        server = start_server("--backend", "toy", "--served-model-name", "tiny")
+    elif backend == "grpc":
         folder = tmp_path_factory.mktemp("checkpoint")
         model = save_checkpoint("llama", folder)
         worker = WorkerProcess(export(folder))
-        start(str(folder), *worker.settings, "--served-model-name", "tiny")
+        server = start_server(str(folder), *worker.settings, "--served-model-name", "tiny")
     else:
         family = {"octavo": "llama", "transformers": "cohere", "transformers-own-cache": "mamba"}[request.param]
         folder = tmp_path_factory.mktemp("checkpoint")
         model = save_checkpoint(family, folder)
-        backend = request.param.removesuffix("-own-cache")
         sizes = ("--num-kv-blocks", "64", "--max-model-len", "256")
-        start(str(folder), "--backend", backend, "--device", "cpu", "--served-model-name", "tiny", *sizes)
-    servers[-1].backend = request.param.removesuffix("-own-cache")  # type: ignore[attr-defined]
-    servers[-1].model = model  # type: ignore[attr-defined]
-    yield servers[-1]
-    for each in reversed(servers):
-        assert each.stop() == 0
+        named = ("--device", "cpu", "--served-model-name", "tiny")
+        server = start_server(str(folder), "--backend", backend, *named, *sizes)
+    server.backend, server.model = backend, model
+    yield server
+    if backend != "instant":
+        assert server.stop() == 0
     if worker is not None:
         worker.end(signal.SIGTERM)
 
@@ -177,6 +181,6 @@ def test_a_client_that_leaves_is_forgotten(server: Server) -> None:
     assert "vllm:generation_tokens_total" in server.get("/metrics").text
 
 
-def test_a_setting_without_effect_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(pytest.fail.Exception, match="dtype: has no effect with backend toy"):
-        start_server("--backend", "toy", "--dtype", "float16")
+def test_a_setting_without_effect_is_refused() -> None:
+    with pytest.raises(ConfigError, match="dtype: has no effect with backend toy"):
+        EngineConfig.from_flat({"backend": "toy", "dtype": "float16"})
