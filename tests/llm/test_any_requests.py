@@ -45,7 +45,7 @@ OTHERS: dict[str, dict[str, Any]] = {
         "kv_offload_memory": 0.01,
     },
 }
-NUM_ROUNDS = 20
+NUM_ROUNDS = 12
 
 Fields = dict[str, tuple[float, Callable[[random.Random], Any]]]
 FIELDS: Fields = {

@@ -45,7 +45,7 @@ CONFIG = {
     "rms_norm_eps": 1e-5,
     "tie_word_embeddings": True,
 }
-MIXES, QUICK_MIXES = 100, 28
+MIXES, QUICK_MIXES = 100, 16
 
 
 KINDS = ("Q4_1", "Q4_0", "Q5_1")

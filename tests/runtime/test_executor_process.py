@@ -45,7 +45,7 @@ from tests.runtime.test_restricted_rows import EveryThird
 from tests.speculating import last_known, speculating
 from tests.tiers import nightly_after
 
-NUM_STEPS = 150
+NUM_STEPS = 90
 KINDS: list[dict[str, Any]] = [
     {"temperature": 0},
     {"temperature": 0.8, "top_p": 0.9, "logprobs": 3},
