@@ -9,6 +9,7 @@ import math
 import random
 import re
 import shutil
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -42,6 +43,7 @@ from tests.models.drafter_files import Reference, dflash, eagle3, model_referenc
 from tests.models.families import make_checkpoint
 from tests.ops.cpu_cases import needs_float_kernels
 from tests.quant.writers import Writer, compressed, gptq, quantise
+from tests.runtime.thread_ranks import ranks_as_threads
 from tests.tiers import nightly, nightly_after, one_in
 
 SETTINGS: dict[str, Any] = {"device": "cpu", "block_size": 8, "num_kv_blocks": 120, "max_num_batched_tokens": 48}
@@ -165,13 +167,16 @@ Drawn = tuple[int, int, list[Tensor]]
 
 @pytest.fixture
 def drafted(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Drawn]]:
-    """For each pass of a drafter: the positions of the newest tokens, and the logits over the model's tokens."""
+    """For each pass of a drafter: the positions of the newest tokens, and the logits over the model's tokens. Of ranks
+    that are threads, those of the first."""
     passes: list[Any] = []
+    own = threading.get_ident()
     draw, logits_of_block = Draws.draw, DFlashModel.logits
 
     def note(logits_SV: Tensor, columns: Tensor, vocab_size: int) -> None:
-        whole_SV = torch.full((len(logits_SV), vocab_size), -torch.inf)
-        passes[-1][1].append(whole_SV.index_copy(1, columns, logits_SV.float()))
+        if threading.get_ident() == own:
+            whole_SV = torch.full((len(logits_SV), vocab_size), -torch.inf)
+            passes[-1][1].append(whole_SV.index_copy(1, columns, logits_SV.float()))
 
     def noted(self: Draws, logits_SV: Tensor, target_ids: Tensor | None = None) -> Tensor:
         note(logits_SV, torch.arange(logits_SV.shape[1]) if target_ids is None else target_ids, self._vocab_size)
@@ -185,7 +190,8 @@ def drafted(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Drawn]]:
     for kind in (HeadDrafter, ModelDrafter, BlockDrafter):
 
         def call(self: Any, inputs: DraftInputs, newest: NewestTokens, whole: Any = kind.__call__) -> Tensor:
-            passes.append((inputs.positions_T[inputs.last_rows_S] + 1, []))
+            if threading.get_ident() == own:
+                passes.append((inputs.positions_T[inputs.last_rows_S] + 1, []))
             result: Tensor = whole(self, inputs, newest)
             return result
 
@@ -206,7 +212,6 @@ def test_logits_are_those_of_a_plain_reference(
     compare_logits(case_of(name), drafted)
 
 
-@pytest.mark.slow
 @needs_float_kernels
 @pytest.mark.parametrize(
     "name",
@@ -215,9 +220,10 @@ def test_logits_are_those_of_a_plain_reference(
     ),
 )
 def test_a_drafter_on_two_ranks_has_the_logits_of_a_plain_reference(
-    case_of: Made, name: str, drafted: list[Any]
+    case_of: Made, name: str, drafted: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each rank has a part of its heads and of its vocabulary; ranks that drafted other tokens would be lost."""
+    ranks_as_threads(monkeypatch)
     compare_logits(case_of(name), drafted, tensor_parallel_size=2)
 
 
@@ -251,11 +257,11 @@ def requests_of(rng: random.Random) -> tuple[list[list[int]], list[SamplingParam
     ]
 
 
-def generated(model: Path, **settings: Any) -> tuple[list[Any], EngineStats]:
+def generated(model: Path, num_rounds: int = 3, **settings: Any) -> tuple[list[Any], EngineStats]:
     """What requests get, several at once."""
     rng, found = random.Random(11), []
     with LLM(model, **{**SETTINGS, **settings}) as llm:
-        for _ in range(3):
+        for _ in range(num_rounds):
             prompts, params = requests_of(rng)
             found += without_rounding(llm.generate(prompts, params))
             llm.engine.check()
@@ -281,10 +287,10 @@ def test_a_conversation_is_the_same_again_with_an_mtp_layer(case_of: Made) -> No
 TIGHT = {"num_kv_blocks": 16, "max_model_len": 120}
 
 
-@pytest.mark.slow
 @needs_float_kernels
 @pytest.mark.parametrize("name", [nightly(name) for name in ["mtp of Qwen3.5", "draft_model with windows", DFLASH]])
-def test_no_output_changes_on_two_ranks(case_of: Made, name: str) -> None:
+def test_no_output_changes_on_two_ranks(case_of: Made, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks_as_threads(monkeypatch)
     case = case_of(name)
     want, _ = generated(case.target)
     found, stats = generated(case.target, tensor_parallel_size=2, speculative_config=case.config)
@@ -322,9 +328,10 @@ def test_a_drafter_does_without_the_adapter_of_a_request(
 def test_no_output_changes(case_of: Made, name: str) -> None:
     case = case_of(name)
     want, _ = generated(case.target)
-    adapted, _ = generated(case.target, speculative_config={**case.config, "adaptive": True})
+    adapted, _ = generated(case.target, 1, speculative_config={**case.config, "adaptive": True})
     tight, stats = generated(case.target, **TIGHT, speculative_config=case.config)
-    assert adapted == tight == want
+    assert tight == want
+    assert adapted == want[: len(adapted)]
     assert stats.num_drafts > 0
     assert stats.num_preemptions or case.has_states
 

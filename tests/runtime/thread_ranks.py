@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import queue
 import socket
+import subprocess
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from multiprocessing.connection import Connection
+from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
+from octavo import rank_process
 from octavo.config import ModelSettings
 from octavo.errors import RanksLost
+from octavo.runtime.ranks import rank_processes
 from octavo.runtime.ranks.node_link import NodeLink, NodeListener, StageRelay, join
 from octavo.runtime.ranks.rank_executor import Follower, RankExecutor
 from octavo.steps.messages import Executor, Message, Reply, pack, unpack
+from octavo.telemetry import logs
 from octavo_kernels.cpu.rank_memory import MappedRankMemory, make_memory
 
 
@@ -105,3 +114,40 @@ def connected(num_nodes: int) -> tuple[list[NodeLink], list[NodeLink]]:
         down = threads.submit(NodeListener(settings).wait)
         up = [join(replace(settings, node_rank=node)) for node in range(1, num_nodes)]
         return down.result(), up
+
+
+class RankThread:
+    """What ``RankProcesses`` needs of ``subprocess.Popen``; the program of a rank runs in a thread of this process."""
+
+    def __init__(self, command: Sequence[str], pass_fds: Sequence[int], **_: Any) -> None:
+        self.pid = os.getpid()
+        connection, memory = (os.dup(descriptor) for descriptor in pass_fds)
+        self._is_over = threading.Event()
+        self._thread = threading.Thread(target=self._run, args=(Connection(connection), memory), daemon=True)
+        self._thread.start()
+
+    def _run(self, connection: Connection, memory: int) -> None:
+        with contextlib.suppress(rank_process.EngineGone, EOFError, ConnectionError, RanksLost), connection:
+            rank_process._run(connection, memory, self._check)
+        os.close(memory)
+
+    def _check(self) -> None:
+        if self._is_over.is_set():
+            raise rank_process.EngineGone
+
+    def poll(self) -> int | None:
+        return None if self._thread.is_alive() else 1
+
+    def kill(self) -> None:
+        self._is_over.set()
+
+    def wait(self) -> None:
+        self._thread.join()
+
+
+def ranks_as_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Start no processes for the ranks of an engine, each of which would import torch: that they work is for
+    ``tests/llm/test_ranks.py``."""
+    threads = SimpleNamespace(Popen=RankThread, DEVNULL=subprocess.DEVNULL)
+    monkeypatch.setattr(rank_processes, "subprocess", threads)
+    monkeypatch.setattr(logs, "log_to_stderr", lambda *_: None)
