@@ -71,8 +71,9 @@ class OwnCacheTransformer(OutputHead):
             if end > first:
                 parts.append(self._advance(block, positions[first], token_ids[first:end], token_ids_T.device))
         self._give_up_old()
-        if not parts:  # a step of padding alone, as kernels are measured with
-            return token_ids_T.new_zeros(len(token_ids_T), self._width, dtype=self._dtype)
+        num_padding = len(token_ids_T) - ends[-1]
+        if num_padding or not parts:  # kernels are measured with a step of padding alone
+            parts.append(token_ids_T.new_zeros(num_padding, self._width, dtype=self._dtype))
         x_TD = torch.cat(parts) if len(parts) > 1 else parts[0]
         return x_TD if rows.logits_indices_R is None else x_TD[rows.logits_indices_R]
 

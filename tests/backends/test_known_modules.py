@@ -132,15 +132,20 @@ def test_rounding_is_what_two_ways_to_attend_differ_by() -> None:
         assert model.config._attn_implementation == "sdpa"
 
 
-def test_a_step_of_padding_alone(tmp_path: Path) -> None:
-    """Kernels are measured with one, on a GPU."""
+@pytest.mark.parametrize("num_tokens", [0, 2])
+def test_rows_of_padding(num_tokens: int, tmp_path: Path) -> None:
+    """As steps on a GPU have; kernels are measured with a step of padding alone."""
     own, config = load(tmp_path, next(iter(OWN)))
     assert isinstance(own, OwnCacheTransformer)
-    rows = PagedRows(
-        (GroupRows(torch.full((2,), -1), torch.zeros(1, 1, dtype=torch.int32)),),
-        torch.zeros(2, dtype=torch.int32),
-        torch.zeros(1, dtype=torch.int32),
-        1,
-    )
-    found = own.forward(torch.zeros(2, dtype=torch.int64), torch.zeros(2, dtype=torch.int64), [], rows)
-    assert found.shape == (2, config.hidden_size)
+
+    def forward(num_rows: int) -> Tensor:
+        groups = (GroupRows(torch.full((num_rows,), -1), torch.zeros(1, 1, dtype=torch.int32)),)
+        ends = torch.tensor([0, num_tokens], dtype=torch.int32)
+        rows = PagedRows(groups, ends, ends[1:], max(1, num_tokens))
+        with torch.inference_mode():
+            return own.forward(torch.arange(num_rows), torch.arange(num_rows), [], rows)
+
+    found = forward(num_tokens + 2)
+    assert found.shape == (num_tokens + 2, config.hidden_size)
+    if num_tokens:
+        assert torch.equal(found[:num_tokens], forward(num_tokens))

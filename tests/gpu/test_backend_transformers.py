@@ -12,10 +12,11 @@ from octavo import LLM
 from octavo_fleet.transformers.own_cache import OwnCacheTransformer
 from tests.backends.checkpoints import OWN, PAGED, save_checkpoint
 from tests.gpu.test_families import GREEDY, SETTINGS, check_alike
-from tests.models.test_architectures import PROMPTS
+from tests.models.test_architectures import PROMPTS as LONGER
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
+PROMPTS = [prompt[:200] for prompt in LONGER]
 SERVED: dict[str, Any] = {**SETTINGS, "backend": "transformers"}
 
 
