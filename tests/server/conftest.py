@@ -70,7 +70,10 @@ class AppServer:
     def _run(self) -> None:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             self.loop = runner.get_loop()
-            runner.run(self._server.serve(sockets=[self._socket]))
+            runner.run(self._serve())
+
+    async def _serve(self) -> None:
+        await self._server.serve(sockets=[self._socket])
 
     def call(self, function: Callable[[], Any]) -> Any:
         """Call ``function`` on the server's event loop."""

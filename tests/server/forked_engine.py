@@ -1,23 +1,29 @@
-"""Engine processes that are forked from the one of the tests, which has imported all that they need.
+"""Engines in place of those in new processes, which would import for 0.3 s of processor time, with torch for 2 s.
 
-A new interpreter imports for 0.3 s of processor time. That one can be started is for ``test_engine_process.py`` and
-all tests of `octavo serve`.
+They are forked from the process of the tests, or run in a thread of it. That a process can be started is for
+``test_engine_process.py`` and all tests of `octavo serve`.
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import os
 import signal
+import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any, NoReturn
 
-from octavo_server.engines import engine_link, engine_process
+from octavo.config import EngineConfig
+from octavo_server.engines import engine_link, engine_process, wire
 
 FORKED = "forked"
+THREADED = ["threaded"]
+"""In place of a command: a thread over the real engine of the settings, which nothing can kill."""
 
 
 def forked(module: str = "fake_engine") -> list[str]:
@@ -63,9 +69,37 @@ def _run(build: engine_process.Build, fd: int, environment: Mapping[str, str]) -
         os._exit(1)
 
 
+class ThreadedEngine:
+    """What ``EngineLink`` needs of ``subprocess.Popen``."""
+
+    def __init__(self, fd: int) -> None:
+        self.pid = os.getpid()
+        self._channel = engine_process.EngineChannel(socket.socket(fileno=os.dup(fd)))
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        from octavo.build.build_engine import build_engine
+
+        start = self._channel.receive(wait=True)[0]
+        assert isinstance(start, wire.Start)
+        engine, info = build_engine(EngineConfig.from_flat(start.config))
+        self._channel.send(wire.Ready(start.generation, info))
+        with contextlib.suppress(engine_process.FrontGone), contextlib.closing(engine):
+            engine_process.EngineLoop(engine, self._channel, start.generation).run()
+
+    def poll(self) -> int | None:
+        return None if self._thread.is_alive() else 0
+
+    def kill(self) -> None:
+        raise AssertionError("the engine does not end by itself")
+
+
 def _start(argv: Sequence[str], **options: Any) -> Any:
     if argv[0] == FORKED:
         return ForkedProcess(argv[1], int(argv[2]), options["env"])
+    if argv[0] == THREADED[0]:
+        return ThreadedEngine(int(argv[1]))
     return subprocess.Popen(argv, **options)
 
 

@@ -1,36 +1,68 @@
-"""Vectors and scores over HTTP, from tiny random models in real engine processes, read by the openai client too."""
+"""Vectors and scores over HTTP, from tiny random models, read by the openai client too."""
 
 from __future__ import annotations
 
 import base64
+import itertools
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import huggingface_hub
 import numpy as np
 import openai
 import pytest
 import torch
 
+from octavo.config import ServeConfig
+from octavo.text.tokenizer import load_tokenizer
+from octavo_server.app import create_app
+from octavo_server.engines.async_engine import AsyncEngine
 from octavo_server.pooling_requests import MAX_TEXTS
 from tests.conftest import Server, start_server
 from tests.models.encoder_families import MAX_LEN, make_encoder, word_tokenizer
+from tests.server.conftest import AppServer
+from tests.server.forked_engine import THREADED
 
-pytestmark = pytest.mark.slow  # a real engine process
+pytestmark = pytest.mark.slow  # real engines
 
 TEXTS = ["A bird sings", "in the old tree", "nobody hears it and the birds sing", "a"]
-SETTINGS = ("--device", "cpu", "--dtype", "float32", "--max-num-seqs", "3")
+SETTINGS = {"device": "cpu", "dtype": "float32", "max_num_seqs": 3}
+
+
+class EncoderServer(AppServer):
+    """An application in front of an engine in a thread."""
+
+    def __init__(self, config: ServeConfig) -> None:
+        self._engine = AsyncEngine(config, THREADED)
+        super().__init__(create_app(config, self._engine, load_tokenizer(Path(config.model.model))), config.server)
+
+    async def _serve(self) -> None:
+        await self._engine.start()
+        await super()._serve()
+        await self._engine.stop(0)
+
+    def get(self, path: str) -> httpx.Response:
+        return self.client.get(path)
+
+    def post(self, path: str, body: dict[str, Any]) -> httpx.Response:
+        return self.client.post(path, json=body)
 
 
 class Served:
     """A server, and the model that it must agree with."""
 
-    def __init__(self, folder: Path, row: str, *settings: str) -> None:
+    def __init__(self, folder: Path, row: str, **settings: str) -> None:
         self.model = make_encoder(folder, row)
         self.tokenizer = word_tokenizer(has_types=True)
-        self.server: Server = start_server("--model", str(folder), "--served-model-name", "tiny", *SETTINGS, *settings)
+        self.server: Server | EncoderServer = self._start(
+            {"model": str(folder), "served_model_name": "tiny", **SETTINGS, **settings}
+        )
         self.client = openai.OpenAI(base_url=f"{self.server.url}/v1", api_key="none", max_retries=0)
+
+    def _start(self, settings: dict[str, Any]) -> Server | EncoderServer:
+        return EncoderServer(ServeConfig.from_flat(settings))
 
     def post(self, path: str, **body: Any) -> dict[str, Any]:
         response = self.server.post(path, body)
@@ -62,9 +94,17 @@ class Served:
         return float(self.logits(first, second).sigmoid())
 
 
+class ServedByProcesses(Served):
+    """What users start."""
+
+    def _start(self, settings: dict[str, Any]) -> Server:
+        flags = ((f"--{name.replace('_', '-')}", str(value)) for name, value in settings.items())
+        return start_server(*itertools.chain.from_iterable(flags))
+
+
 @pytest.fixture(scope="module")
 def encoder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    served = Served(tmp_path_factory.mktemp("encoder"), "Bert/Model")
+    served = ServedByProcesses(tmp_path_factory.mktemp("encoder"), "Bert/Model")
     yield served
     served.server.stop()
 
@@ -78,7 +118,7 @@ def sorter(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 
 @pytest.fixture
 def splade(tmp_path: Path) -> Iterator[Served]:
-    served = Served(tmp_path, "Bert/ForMaskedLM", "--pooling-type", "splade")
+    served = Served(tmp_path, "Bert/ForMaskedLM", pooling_type="splade")
     yield served
     served.server.stop()
 
