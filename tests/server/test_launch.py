@@ -17,6 +17,7 @@ import pytest
 
 from octavo.cli.parser import EXIT_ERROR
 from octavo_server.cli.launch import TOOLS, LaunchTarget
+from tests.tiers import nightly_after
 
 TARGET = LaunchTarget("http://127.0.0.1:9", "qwen/three", 40_000, "secret")
 PROGRAM = """\
@@ -78,7 +79,7 @@ def test_a_tool_that_is_not_installed(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rest", [["-p", "hi"], []])
+@pytest.mark.parametrize("rest", nightly_after(1, [["-p", "hi"], []]))
 def test_what_is_behind_the_dashes_is_for_the_tool(rest: list[str], program: Path) -> None:
     """The server is missing, and nothing else is wrong."""
     ended = launch(program, "--url", "http://127.0.0.1:9", "claude", "--", *rest, PATH=str(program))

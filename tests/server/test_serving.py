@@ -25,6 +25,7 @@ from octavo.server_settings import ServerSettings
 from octavo_server.front import serving
 from octavo_server.front.serving import _Serving
 from tests.server.raw import connect, read_chunk, read_head
+from tests.tiers import nightly_after
 
 ROOT = Path(__file__).parents[2]
 
@@ -123,7 +124,7 @@ async def rest(reader: asyncio.StreamReader) -> bytes:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", nightly_after(1, [signal.SIGTERM, signal.SIGINT]))
 def test_a_signal_drains(start: Callable[..., Process], number: signal.Signals) -> None:
     process = start()
     url = process.wait_ready()
@@ -164,7 +165,7 @@ def test_what_is_not_done_in_time_ends_with_an_error_event(start: Callable[..., 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("pause", [0.2, 0.0])
+@pytest.mark.parametrize("pause", nightly_after(1, [0.0, 0.2]))
 def test_more_signals_do_not_wait(start: Callable[..., Process], pause: float) -> None:
     process = start(shutdown_timeout=60)
     process.wait_ready()
