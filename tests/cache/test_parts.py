@@ -134,7 +134,7 @@ def test_what_is_published_cannot_be_taken_back() -> None:
 
 @pytest.mark.slow
 @given(st.data())
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_any_mixture_of_verbs_keeps_the_books(data: st.DataObject) -> None:
     """Sequences start, grow, publish, are taken back to any length, and end."""
     block_size = data.draw(st.sampled_from([1, 2, 4]))

@@ -18,6 +18,7 @@ from octavo.steps.limits import StateSize
 from octavo.types import ImageInput, Request, Sequence
 from tests.engine.making import make_request, run_to_end, serve, tokens_of
 from tests.oracle import OracleRunner, ToyProposer, Trouble, digest, empty_digest, expected_output, guess_tokens
+from tests.tiers import one_in
 
 BLOCK = 16
 PLACEHOLDER = 49
@@ -253,6 +254,7 @@ def with_images(request_id: int, parts: list[list[int] | int], max_tokens: int =
     return make_request(request_id, prompt, max_tokens, images=images)
 
 
+@one_in(3)
 @pytest.mark.parametrize("is_bidirectional", [False, True], ids=["may be cut", "is one chunk"])
 @pytest.mark.parametrize("tokens", [4, 63, 64, 100])
 @with_and_without_marks
@@ -297,7 +299,7 @@ def test_every_slot_is_accounted_for_in_a_long_churn() -> None:
     """Conversations of which some are aborted, with hardly room for their states."""
     engine, _ = made(num_snapshots=6, num_seqs=3, tokens=40, every=128, num_blocks=90)
     rng, histories = random.Random(1), [words(90, seed) for seed in range(5)]
-    for request_id in range(150):
+    for request_id in range(75):
         history = rng.choice(histories)
         request = make_request(request_id, [*history, *words(rng.randrange(1, 20), request_id)], rng.randrange(1, 90))
         engine.add(request)

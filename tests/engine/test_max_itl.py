@@ -14,7 +14,7 @@ from octavo.sampling_params import SamplingParams
 from octavo.types import Plan, Request
 from tests.engine.making import make_engine, make_request, planned
 from tests.engine.virtual import StepCost, VirtualEngine
-from tests.tiers import one_in
+from tests.tiers import nightly_after, one_in
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ def test_it_admits_no_more_than_the_limit_bears() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("depth", nightly_after(1, [2, 1]))
 def test_targets_for_the_first_token_and_between_tokens_hold_together(depth: int) -> None:
     """Long prompts that have time, and short ones in between that have none, while others decode."""
     talkers = [Request(n, [n, 1, 2], SamplingParams(), 1200, arrival=1.0) for n in range(8)]

@@ -43,7 +43,7 @@ VARIANTS = {
 
 @pytest.mark.slow
 @one_in(4)
-@pytest.mark.parametrize("count", [8, pytest.param(25, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("count", [5, pytest.param(25, marks=pytest.mark.nightly)])
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_random_workloads_with_tiers_and_damaged_files(variant: str, count: int, tmp_path: Path) -> None:
     num_restored = num_prefetched = 0
