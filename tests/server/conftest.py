@@ -15,11 +15,15 @@ import uvloop
 from starlette.applications import Starlette
 
 from octavo.config import ServeConfig
+from octavo.grammar import trial_queue
+from octavo.images import preparer
 from octavo.server_settings import ServerSettings
+from octavo.text import chat_template
 from octavo.text.tokenizer import Tokenizer
 from octavo_server.app import create_app
 from octavo_server.http.server import HTTPServer
 from tests.server.in_process import InProcessEngine, byte_tokenizer
+from tests.server.kept_processes import KeptProcess
 
 TICK_SECONDS = 0.1
 """Time between looks for connections that are late."""
@@ -126,6 +130,14 @@ def fill(served: Served) -> None:
 def make_room(served: Served) -> None:
     """End what ``fill`` did."""
     execute(served, "PRAGMA max_page_count = 1000000")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def processes_are_kept() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (chat_template, trial_queue, preparer):
+            patch.setattr(module, "ChildProcess", KeptProcess)
+        yield
 
 
 @pytest.fixture(scope="session")
