@@ -228,18 +228,23 @@ import datetime, os, sys, torch
 from safetensors.torch import load_file
 from torch.distributed import BroadcastOptions, TCPStore, distributed_c10d
 
-folder, name = sys.argv[1:]
+folder, name, device = sys.argv[1:]
+is_gpu = device != "cpu"
+if is_gpu:
+    torch.cuda.set_device(device)
 store = TCPStore("127.0.0.1", 0, 2, is_master=True, wait_for_workers=False)
 print(store.port, flush=True)
 store = distributed_c10d.PrefixStore(name, store)
-backend = distributed_c10d.Backend("gloo")
+backend = distributed_c10d.Backend("nccl" if is_gpu else "gloo")
 own = {"group_name": name, "timeout": datetime.timedelta(minutes=1)}
 group, _ = distributed_c10d._new_process_group_helper(2, 0, [], backend, store, **own)
-tensors = list(load_file(folder + "/model.safetensors").values())
+tensors = list(load_file(folder + "/model.safetensors", device).values())
 for tensor in tensors:
     group.broadcast([tensor], BroadcastOptions()).wait()
 packed = torch.cat([tensor.reshape(-1).view(torch.uint8) for tensor in tensors])
 group.broadcast([packed], BroadcastOptions()).wait()
+if is_gpu:
+    torch.cuda.synchronize()
 os._exit(0)  # torch may abort when the interpreter ends before the threads of its group
 """
 
@@ -251,7 +256,7 @@ def test_weights_that_a_trainer_broadcasts(folders: tuple[Path, Path]) -> None:
     announced = ReceiveTensors(names, types, [tuple(tensor.shape) for tensor in tensors.values()])
     with LLM(str(folders[1]), **SETTINGS) as fresh:
         expected = said(fresh)
-    command = [sys.executable, "-c", TRAINER, str(folders[1]), "one"]
+    command = [sys.executable, "-c", TRAINER, str(folders[1]), "one", "cpu"]
     trainer = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     assert trainer.stdout is not None
     try:
