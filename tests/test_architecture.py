@@ -81,7 +81,10 @@ TORCH_FREE_FILES = {
     "weights/hub.py",
     "weights/default_model.py",
 }
-FRONT_PROCESS = ["octavo_server.app", "octavo.text.tokenizer", "octavo.engine.engine", "octavo.cli"]
+FRONT_PROCESS = [
+    *("octavo_server.app", "octavo_server.engines.async_engine", "octavo_server.engines.engine_process"),
+    *("octavo.text.tokenizer", "octavo.engine.engine", "octavo.cli"),
+]
 
 REQUESTS = {"Sequence", "Scheduled", "Plan", "Request", "Output"}
 """Names of ``types`` that the executing tower does not know: it is told of sequences by messages (``steps``)."""

@@ -76,6 +76,7 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Process]]:
         one.process.communicate()
 
 
+@pytest.mark.slow
 def test_it_prints_a_command_that_works(start: Callable[..., Process]) -> None:
     process = start()
     url = process.wait_ready()
@@ -90,6 +91,7 @@ def test_it_prints_a_command_that_works(start: Callable[..., Process]) -> None:
     assert len(answer.json()["choices"][0]["token_ids"]) == body["max_tokens"]
 
 
+@pytest.mark.slow
 def test_a_start_says_what_it_spent_its_time_on(start: Callable[..., Process]) -> None:
     process = start(log_level="info")
     process.wait_ready()
@@ -99,6 +101,7 @@ def test_a_start_says_what_it_spent_its_time_on(start: Callable[..., Process]) -
         assert re.search(rf"octavo\.start: {phase}: \d+\.\d\d s", errors)
 
 
+@pytest.mark.slow
 def test_the_log_is_json_if_asked_for(start: Callable[..., Process]) -> None:
     process = start(log_level="info", log_format="json")
     assert httpx.get(process.wait_ready() + "/v1/models").status_code == 200
@@ -148,6 +151,7 @@ def test_a_signal_drains(start: Callable[..., Process], number: signal.Signals) 
     assert process.process.wait(10) == 0
 
 
+@pytest.mark.slow
 def test_what_is_not_done_in_time_ends_with_an_error_event(start: Callable[..., Process]) -> None:
     process = start(shutdown_timeout=0.3)
     process.wait_ready()
@@ -218,6 +222,7 @@ def test_signals_that_come_together_still_stop_the_engine(between: int) -> None:
     assert stops[-1] == 0
 
 
+@pytest.mark.slow
 def test_a_signal_while_starting(start: Callable[..., Process]) -> None:
     process = start()
     process.read_until("starting")
