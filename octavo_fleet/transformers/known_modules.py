@@ -13,7 +13,7 @@ import inspect
 import threading
 import types
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -67,7 +67,7 @@ class KnownModules:
     def _join(self, parent: nn.Module, names: tuple[str, ...]) -> None:
         """Compute the maps of these names together, where a module has them all."""
         parts = [getattr(parent, name, None) for name in names]
-        linears = [part for part in parts if type(part) is nn.Linear]
+        linears = [part for part in parts if _is_plain(part)]
         if len(linears) != len(names) or len({_kind(linear) for linear in linears}) > 1:
             return
         columns = _Columns(*_joined(linears), [linear.out_features for linear in linears])
@@ -81,6 +81,14 @@ def _restore(modules: list[nn.Module]) -> bool:
     for module in found:
         del module.forward
     return bool(found)
+
+
+def _is_plain(module: Any) -> TypeGuard[nn.Linear]:
+    """Whether a module is a linear map and nothing more: quantisers give theirs other code, hooks and parameters."""
+    if type(module) is not nn.Linear or "forward" in vars(module):
+        return False
+    has_more = module._forward_hooks or module._forward_pre_hooks or module._buffers or module._modules
+    return not has_more and set(module._parameters) == {"weight", "bias"} and module.weight.is_floating_point()
 
 
 def _kind(linear: nn.Linear) -> tuple[Any, ...]:
@@ -145,7 +153,7 @@ def _known(module: nn.Module) -> Callable[..., Any] | None:
     """What computes a module that is known, if it is."""
     if "forward" in vars(module):
         return None
-    if type(module) is nn.Linear:
+    if _is_plain(module):
         weight_ND, bias_N = module.weight.data, None if module.bias is None else module.bias.data
         return lambda x: _linear(x, weight_ND, bias_N)
     parameters = dict(module.named_parameters())
@@ -175,9 +183,9 @@ def _norms(module: nn.Module) -> Iterator[Callable[[Tensor], Tensor]]:
 def _feed_forward(module: nn.Module) -> tuple[tuple[Tensor, Tensor | None] | None, Callable[[Tensor], Tensor] | None]:
     """Weight [2 F, D] and bias of the gates and ups of a feed-forward layer, and its map down; ``None`` for others."""
     down, fused = getattr(module, "down_proj", None), getattr(module, "gate_up_proj", None)
-    if type(down) is not nn.Linear:
+    if not isinstance(down, nn.Module):
         return None, None
-    if type(fused) is nn.Linear:
+    if _is_plain(fused):
         return (fused.weight.data, None if fused.bias is None else fused.bias.data), down
     columns: Any = getattr(getattr(module, "gate_proj", None), COLUMNS, None)
     is_pair = columns is not None and getattr(module.up_proj, COLUMNS, None) is columns

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
@@ -88,6 +89,22 @@ def test_a_module_is_not_taken_for_what_its_name_says() -> None:
     parent = nn.Sequential(_SquareRMSNorm())
     KnownModules(parent, AttentionState())
     assert torch.equal(parent(torch.full((1, 1, 8), 3.0)), torch.full((1, 1, 8), 9.0))
+
+
+def test_maps_that_a_quantiser_has_changed_stay_so() -> None:
+    changes: list[Callable[[nn.Linear], object]] = [
+        lambda linear: setattr(linear, "forward", lambda x: x + 1),
+        lambda linear: linear.register_forward_hook(lambda module, args, output: output + 1),
+        lambda linear: linear.register_buffer("scale", torch.ones(1)),
+    ]
+    for change in changes:
+        parent, x = _Parent(), torch.randn(1, 5, 8)
+        change(parent.k_proj)
+        k, own = parent.k_proj(x), vars(parent.k_proj).get("forward")
+        KnownModules(parent, AttentionState())
+        assert vars(parent.k_proj).get("forward") is own
+        assert "forward" in vars(parent.q_proj), "is computed by an operation, alone"
+        assert torch.equal(parent.k_proj(x), k)
 
 
 def test_heads_side_by_side_are_not_copied() -> None:
