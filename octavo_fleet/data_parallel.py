@@ -73,6 +73,7 @@ class DataParallelEngine(SeveralEngines):
 
     @property
     def weight_version(self) -> str:
+        """Of the first engine; ``add`` tells a listener where it is another one's."""
         return self.engines[0].weight_version
 
     async def pause(self, mode: SleepMode = "abort") -> None:
@@ -144,7 +145,10 @@ class DataParallelEngine(SeveralEngines):
         ready = [replica for replica in self._replicas if replica.engine.is_ready]
         if not ready:  # those that restart keep it until they are back
             ready = [replica for replica in self._replicas if replica.engine.failure is None] or self._replicas
-        self._router.choose(PromptQuery.of(request), ready).engine.add(request, listener)
+        engine = self._router.choose(PromptQuery.of(request), ready).engine
+        if engine.weight_version != self.weight_version:  # one has lost what was broadcast, or is updated later
+            listener.on_weights(engine.weight_version)
+        engine.add(request, listener)
 
     def abort(self, request_id: int, reason: FinishReason = "abort") -> None:
         for engine in self.engines:

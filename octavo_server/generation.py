@@ -259,7 +259,7 @@ class Generation:
     )
 
     def __init__(self, engine: Aborts, account: Account | None = None, weight_version: str = FIRST_WEIGHTS) -> None:
-        """``weight_version``: of the weights with which it begins."""
+        """``weight_version``: of the weights with which it begins; "" where that is not known."""
         self.engine = engine
         self.weight_version = weight_version
         self.reader: OutputReader | None = None

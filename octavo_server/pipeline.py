@@ -107,8 +107,6 @@ class Dialect(Generic[Body]):
         request.state.started = time.monotonic()
         server.check_room(request)
         services, body, headers = await server.read(request, self._decoder, self._without_effect)
-        if services.takes_weights:
-            headers[WEIGHT_VERSION] = services.engine.weight_version
         asked = await self._translate(body, services, request)
         if isinstance(asked, Response):
             return asked
@@ -118,6 +116,8 @@ class Dialect(Generic[Body]):
                 generation = await services.admission.admit(asked.request)
             else:
                 generation = await journal.admit(request, body, asked.request, services.admission)
+        if services.takes_weights and (version := generation.choices[-1].weight_versions[-1][0]):
+            headers[WEIGHT_VERSION] = version
         answer = asked.answer(generation)
         if answer.id:
             services.engine.timelines.name(answer.id, [choice.request.id for choice in generation.choices])
@@ -128,8 +128,8 @@ class Dialect(Generic[Body]):
         if reader is not None:
             reader.begin(None)
         choices = await finished_choices(generation, request)
-        if services.takes_weights:
-            headers[WEIGHT_VERSION] = choices[-1].weight_versions[-1][0]
+        if services.takes_weights and (version := choices[-1].weight_versions[-1][0]):
+            headers[WEIGHT_VERSION] = version
         if asked.is_large:
             shown: object = await asyncio.to_thread(lambda: msgspec.Raw(encode(answer.unstreamed(choices))))
         else:

@@ -62,7 +62,7 @@ class RequestOwner(Protocol):
 class _Live:
     """What is kept of a request until it has ended."""
 
-    __slots__ = ("_open", "begin", "engine_ids", "outputs", "place", "readers", "unfinished")
+    __slots__ = ("_open", "begin", "engine_ids", "outputs", "place", "readers", "unfinished", "weights")
 
     def __init__(self, begin: Begin, num_choices: int) -> None:
         self.begin = begin
@@ -75,6 +75,8 @@ class _Live:
         self.unfinished = set(range(num_choices))
         self.engine_ids: dict[int, int] = {}
         self.readers: list[DurableReader] = []
+        self.weights: dict[int, str] = {}
+        """The version with which a choice goes on, where it has changed."""
 
     def add_tokens(self, index: int, tokens: list[int]) -> None:
         """Take a plain output of some tokens."""
@@ -236,6 +238,13 @@ class DurableRequest:
         self._live = None
         self._owner.ended(self)
 
+    def on_weights(self, index: int, version: str) -> None:
+        """Later tokens of a choice are computed with these weights, as those learn who read it now."""
+        if self._live is not None:
+            self._live.weights[index] = version
+            for reader in self._live.readers:
+                reader.generation.choices[index].on_weights(version)
+
     # --- readers ---
 
     def first_reader(self, generation: Generation) -> DurableReader:
@@ -247,7 +256,7 @@ class DurableRequest:
 
     def new_reader(self) -> DurableReader:
         """A reader with a generation of its own, for ``DurableReader.begin``. Raises ``RequestError``."""
-        generation = Generation(self._owner.engine)
+        generation = Generation(self._owner.engine, weight_version="")  # it is not recorded
         begin, _ = self._content()
         prompts = [Prompt([], text) for text in begin.prompt_texts]
         for request, place in zip(begin.requests, begin.prompt_of, strict=True):
@@ -265,6 +274,8 @@ class DurableRequest:
             self._live.readers.append(reader)
         for index, output in outputs:
             reader.on_output(index, output)
+        for index, version in ({} if self._live is None else self._live.weights).items():
+            reader.generation.choices[index].on_weights(version)
         if self._error is not None:
             reader.on_error(self._error)
 
@@ -309,7 +320,7 @@ class _Listener:
         self._request.on_error(error)
 
     def on_weights(self, version: str) -> None:
-        """Recorded answers do not name the weights."""
+        self._request.on_weights(self._index, version)
 
 
 def head_of(number: int, owner: str, key: str, body: str, fingerprint: str, generation: Generation) -> RequestHead:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -14,11 +15,12 @@ from octavo.config import ServeConfig
 from octavo.errors import ConfigError
 from octavo.sampling_params import SamplingParams
 from octavo.telemetry.cache_view import SessionOrder
-from octavo.types import Request
+from octavo.types import JoinGroup, ReceiveTensors, Request
 from octavo_fleet import data_parallel
 from octavo_fleet.data_parallel import DataParallelEngine, environments_of
 from tests.oracle import expected_output
-from tests.server.child_engine import Recorder, finish, kill, until
+from tests.server.child_engine import SLOW, Recorder, finish, kill, until
+from tests.server.fake_engine import VOCAB, expected
 from tests.server.forked_engine import forked
 from tests.server.oracle_engine import BLOCK_SIZE
 
@@ -125,3 +127,33 @@ def test_cores_and_gpus_are_shared_out(monkeypatch: pytest.MonkeyPatch, tmp_path
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,2,GPU-7,GPU-1,0")
     shares = [{"CUDA_VISIBLE_DEVICES": "3,2"}, {"CUDA_VISIBLE_DEVICES": "GPU-7,GPU-1"}]
     assert environments_of("auto", 2, 2) == shares
+
+
+@pytest.mark.slow
+def test_answers_name_the_weights_of_the_engine_that_computes_them() -> None:
+    """An engine that dies loses what was broadcast, and the others do not."""
+
+    async def main() -> None:
+        model = json.dumps({**SLOW, "changes_weights": True})
+        config = ServeConfig.from_flat({"model": model, "data_parallel_size": 2})
+        engine = DataParallelEngine(config, forked())
+        await engine.start()
+        try:
+            await engine.order_weights(JoinGroup("127.0.0.1", 1, 1, 3, "gloo"))
+            await engine.order_weights(ReceiveTensors(["a"], ["float32"], [(1,)]))
+            assert await engine.take_weights("1") == "1"
+            second = engine.engines[1]
+            kill(second)
+            await until(lambda: second.num_restarts == 1 and second.is_ready)
+            assert [each.weight_version for each in engine.engines] == ["1", "default"]
+            streams = [send(engine, [number], max_tokens=5) for number in range(6)]
+            await finish(streams)
+            for request, recorder in streams:
+                version = dict([(engine.weight_version, 0), *recorder.weights])
+                by = 0 if "default" in version else 1
+                assert recorder.tokens == [(token + by) % VOCAB for token in expected(request)]
+            assert sum(recorder.weights == [("default", 0)] for _, recorder in streams) == 3
+        finally:
+            await engine.stop(0)
+
+    asyncio.run(main())

@@ -23,8 +23,10 @@ import pytest
 
 from octavo.errors import ConfigError, RequestFailed
 from octavo.grammar.trial_queue import TrialQueue
+from octavo.types import Request
 from octavo_server.durable import journal, synced_log
 from octavo_server.durable.synced_log import log_files
+from octavo_server.engines.engine_client import OutputListener
 from octavo_server.engines.request_table import had_grammars
 from tests.server.child_engine import ROOT
 from tests.server.conftest import Served
@@ -104,6 +106,31 @@ def texts(pairs: list[tuple[str, str]]) -> Any:
             found["roles"] += "role" in delta
             found["ends"] += choice["finish_reason"] is not None
     return Text(joined, found)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_answer_names_its_weights_unless_it_is_read_again(tmp_path: Path, stream: bool) -> None:
+    with serving(tmp_path, weight_updates_dir=str(tmp_path)) as served:
+        served.engine.weight_version = "7"
+        more = {} if stream else {"stream": False, "stream_options": None}
+        first, again = (send(served, **more) for _ in range(2))
+        assert first.status_code == again.status_code == 200, first.text
+        assert first.headers["x-octavo-weight-version"] == "7"
+        assert "x-octavo-weight-version" not in again.headers
+
+
+def test_an_answer_names_the_weights_that_its_tokens_end_with(tmp_path: Path) -> None:
+    class Updating(PacedEngine):
+        def add(self, request: Request, listener: OutputListener) -> None:
+            super().add(request, listener)
+            asyncio.get_running_loop().call_later(0.01, listener.on_weights, "8")
+
+    served = Served(Updating(), byte_tokenizer(), {"journal": str(tmp_path), "weight_updates_dir": str(tmp_path)})
+    try:
+        answer = send(served, stream=False, stream_options=None)
+        assert (answer.status_code, answer.headers["x-octavo-weight-version"]) == (200, "8")
+    finally:
+        served.stop()
 
 
 def test_tokens_of_many_steps_are_one_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
