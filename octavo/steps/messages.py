@@ -256,7 +256,7 @@ class LoadWeights(msgspec.Struct, frozen=True, array_like=True, tag=True, gc=Fal
 
 
 class ReadChecksums(msgspec.Struct, frozen=True, array_like=True, tag=True, gc=False):
-    """Return checksums of the model's tensors by their names, as JSON; those of several ranks one after the other."""
+    """Return checksums of the model's tensors by their names, as lines of JSON: one for each rank, and empty ones."""
 
 
 class ReadExperts(msgspec.Struct, frozen=True, array_like=True, tag=True, gc=False):

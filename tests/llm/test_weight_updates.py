@@ -118,7 +118,11 @@ def test_forms(settings: dict[str, Any], folders: tuple[Path, Path]) -> None:
 @pytest.mark.slow
 @needs_float_kernels
 @pytest.mark.parametrize("enable_dp_attention", [False, nightly(True)])
-def test_ranks(enable_dp_attention: bool, folders: tuple[Path, Path]) -> None:
+def test_ranks(enable_dp_attention: bool, tmp_path: Path) -> None:
+    """The first rank has tensors that the others have not: biases of sums over all ranks."""
+    write_checkpoint(tmp_path / "a")
+    make_checkpoint(tmp_path / "a", "llama/biases", vocab_size=264)
+    folders = tmp_path / "a", changed(tmp_path / "a", tmp_path / "b")
     check(folders, tensor_parallel_size=2, enable_dp_attention=enable_dp_attention)
 
 

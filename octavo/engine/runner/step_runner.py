@@ -314,8 +314,7 @@ class WeightMessages:
     def checksums(self) -> dict[str, str]:
         """SHA-256 of the tensors in memory, by rank and place in the model."""
         content: bytes = self._runner.send(ReadChecksums()).wait()
-        parts = content.replace(b"}{", b"}\n{").splitlines()  # names and digests have neither
-        found = [msgspec.json.decode(part, type=dict[str, str]) for part in parts]
+        found = msgspec.json.Decoder(dict[str, str]).decode_lines(content)
         return {f"tp={rank}:{name}": digest for rank, own in enumerate(found) for name, digest in own.items()}
 
     def load(self, folder: str, files: Iterable[str]) -> None:

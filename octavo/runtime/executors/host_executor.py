@@ -269,7 +269,7 @@ def change_adapters(adapters: ModelAdapters | None, message: LoadAdapter | Unloa
 
 def read_checksums(model: CausalLM) -> Reply[bytes]:
     """See ``ReadChecksums``."""
-    return Done(msgspec.json.encode(checksums(model), order="sorted"))
+    return Done(msgspec.json.encode(checksums(model), order="sorted") + b"\n")
 
 
 def load_weights(updates: WeightUpdates | None, message: LoadWeights) -> Reply[None]:

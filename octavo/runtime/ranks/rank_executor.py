@@ -88,10 +88,12 @@ class RankExecutor:
                 return StepReply(self._executor.send(message), self._compare)
             case EncodeImages():
                 return self._encode_images(message)
-            case ReadBlock() | ReadState() | ReadChecksums():
+            case ReadBlock() | ReadState():
+                return Done(self._gathered(self._executor.send(message).wait()))
+            case ReadChecksums():  # of more tensors on the rank that adds a bias
                 content = self._executor.send(message).wait()
-                parts = self._collective.all_gather(torch.frombuffer(bytearray(content), dtype=torch.uint8))
-                return Done(parts.numpy().tobytes())
+                longest = int(self._collective.all_gather(torch.tensor([len(content)])).max())
+                return Done(self._gathered(content.ljust(longest, b"\n")))
             case WriteBlock(_, content) | WriteState(_, content):
                 size = len(content) // self._collective.size
                 first = self._collective.rank * size
@@ -102,6 +104,10 @@ class RankExecutor:
             case LoadWeights():
                 return self._load_weights(message)
         return self._executor.send(message)
+
+    def _gathered(self, content: bytes) -> bytes:
+        """The contents of all ranks, of equal sizes."""
+        return self._collective.all_gather(torch.frombuffer(bytearray(content), dtype=torch.uint8)).numpy().tobytes()
 
     def _compare(self, result: StepResult) -> None:
         """Compare the results up to an earlier step with those of the other ranks. Raises ``RanksLost``.
