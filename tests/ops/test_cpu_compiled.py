@@ -174,6 +174,7 @@ def test_a_folder_that_cannot_be_made_is_done_without(
     cache_folder.cache_clear()
     assert cache_folder() is None
     assert _double_gives(1)
+    assert _task_gives(1)
     assert "compiled kernels cannot be kept" in caplog.text
     cache_folder.cache_clear()
 
