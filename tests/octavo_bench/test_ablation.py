@@ -12,7 +12,7 @@ from octavo.cli import main
 from octavo.config import EngineConfig
 from octavo_bench import ablation
 from octavo_bench.ablation import AblationWork, stages
-from octavo_bench.dummy_models import write_model
+from tests.llm.tiny import write_checkpoint
 
 SMALL = ("--num-prompts", "2", "--shared-len", "20", "--input-len", "6", "--output-len", "4", "--gap", "0.01")
 
@@ -30,7 +30,7 @@ def test_each_stage_changes_one_thing() -> None:
 
 
 def test_the_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    model = (str(write_model("tiny", tmp_path / "model")), "--load-format", "dummy", "--device", "cpu")
+    model = (str(write_checkpoint(tmp_path / "model")), "--load-format", "dummy", "--device", "cpu")
     output = tmp_path / "ablation.json"
     assert main(["bench", "ablation", *model, *SMALL, "--rounds", "1", "--output", str(output)]) == 0
     printed = capsys.readouterr().out

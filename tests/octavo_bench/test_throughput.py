@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 
 from octavo.cli import main
-from octavo_bench.dummy_models import write_model
+from tests.llm.tiny import write_checkpoint
 
 WORK = ("--num-prompts", "3", "--input-len", "20", "--output-len", "4", "--rounds", "1", "--num-kv-blocks", "40")
 
 
 def run(tmp_path: Path, *command: str) -> list[dict[str, Any]]:
-    model = (str(write_model("tiny", tmp_path / "model")), "--load-format", "dummy", "--device", "cpu")
+    model = (str(write_checkpoint(tmp_path / "model")), "--load-format", "dummy", "--device", "cpu")
     output = tmp_path / "record.json"
     assert main(["bench", command[0], *model, *command[1:], "--output", str(output)]) == 0
     rows: list[dict[str, Any]] = json.loads(output.read_text())["result"]["rows"]
@@ -51,7 +51,7 @@ def test_a_prefix_cache_is_tried_with_prompts_that_share_something(
 
 
 def test_what_cannot_vary_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    folder = str(write_model("tiny", tmp_path / "model"))
+    folder = str(write_checkpoint(tmp_path / "model"))
     assert main(["bench", "throughput", folder, "--load-format", "dummy", "--vary", "colour", "--values", "1"]) == 2
     assert "vary: 'colour' is neither a setting of the engine nor one of input_len" in capsys.readouterr().err
 
