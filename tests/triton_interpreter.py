@@ -155,7 +155,7 @@ if HAS_TRITON and DEVICE == "cpu":
         if key not in _blocks:
             _make_block(block, element, shape)
             sizes = tl.core.tuple([tl.constexpr(size) for size in block.shape])
-            _blocks[key] = {**block.__dict__, "sizes": sizes, "numel_of_sizes": tl.constexpr(block.numel)}
+            _blocks[key] = {**block.__dict__, "key": key, "sizes": sizes, "numel_of_sizes": tl.constexpr(block.numel)}
         block.__dict__.update(_blocks[key])
 
     tl.core.block_type.__init__ = _make_block_once
@@ -167,21 +167,109 @@ if HAS_TRITON and DEVICE == "cpu":
         known = type.__dict__
         if "sizes" not in known:
             _make_tensor(tensor, handle, type)
+            key = tensor.dtype.name, *(size.value for size in tensor.shape)
+            known.update(key=key, sizes=tensor.shape, numel_of_sizes=tensor.numel)
             return
         tensor.handle, tensor.type, tensor.dtype = handle, type, type.scalar
         tensor.shape, tensor.numel = known["sizes"], known["numel_of_sizes"]
 
     tl.core.tensor.__init__ = _make_tensor_of_known_type
 
-    _broadcast = TritonSemantic.broadcast_impl_value
+    _joint = functools.cache(np.broadcast_shapes)
 
-    def _broadcast_unless_alike(semantic: Any, left: Any, right: Any) -> Any:
-        """Triton compares the sizes of both one by one, each of them wrapped for it."""
-        if left.type.is_block() and right.type.is_block() and left.type.shape.values == right.type.shape.values:
+    def _sizes(tensor: Any) -> tuple[int, ...]:
+        return tuple(tensor.type.shape.values) if tensor.type.is_block() else ()
+
+    def _broadcast_as_numpy(semantic: Any, left: Any, right: Any) -> Any:
+        """Triton compares the sizes of both one by one, each of them wrapped for it, and adds axes one by one."""
+        if left.shape.values == right.shape.values:
             return left, right
-        return _broadcast(semantic, left, right)
+        sizes = _joint(_sizes(left), _sizes(right))
+        return _spread(left, sizes), _spread(right, sizes)
 
-    TritonSemantic.broadcast_impl_value = _broadcast_unless_alike
+    def _spread(tensor: Any, sizes: tuple[int, ...]) -> Any:
+        if _sizes(tensor) == sizes:
+            return tensor
+        handle = interpreter.TensorHandle(np.broadcast_to(tensor.handle.data, sizes), tensor.handle.dtype.scalar)
+        return tl.tensor(handle, tl.block_type(tensor.dtype, list(sizes)))
+
+    TritonSemantic.broadcast_impl_value = _broadcast_as_numpy
+
+    _operands = TritonSemantic.binary_op_type_checking_impl
+    _numbers: dict[Any, Any] = {}
+    MOST_NUMBERS = 5_000
+    USUAL = frozenset(("fp32", "int32", "int64", "int1"))
+    OFFSETS = frozenset(("int32", "int64"))
+    SUM = True, True
+
+    def _operands_once(semantic: Any, left: Any, right: Any, *rules: Any, **options: Any) -> Any:
+        """Triton looks at the types of operands that are alike, spreads what numpy spreads, and converts a number anew,
+        to the type and the shape of the operand before it, for each operation."""
+        is_number = type(right) in (int, float)
+        if options or type(left) is not tl.tensor or not (is_number or type(right) is tl.tensor):
+            return _operands(semantic, left, right, *rules, **options)
+        is_pointer = type(left.dtype) is tl.pointer_type
+        if is_pointer and not is_number and rules == SUM:
+            is_spread = right.dtype.name in OFFSETS
+        else:
+            is_spread = not is_number and left.dtype is right.dtype and right.dtype.name in USUAL
+        if is_spread:
+            sizes = _joint(_sizes(left), _sizes(right))
+            return _typed(left, sizes), _typed(right, sizes)
+        if is_pointer or not is_number:
+            return _operands(semantic, left, right, *rules)
+        key = right, type(right), left.type.key, rules
+        if (number := _numbers.get(key)) is not None:
+            return left, number
+        same, number = _operands(semantic, left, right, *rules)
+        if same is left:
+            if len(_numbers) == MOST_NUMBERS:
+                _numbers.clear()
+            _numbers[key] = number
+        return same, number
+
+    def _typed(tensor: Any, sizes: tuple[int, ...]) -> Any:
+        """An operand of an operation of numpy, which spreads it."""
+        if _sizes(tensor) == sizes:
+            return tensor
+        return tl.tensor(tensor.handle, tl.block_type(tensor.dtype, list(sizes)))
+
+    TritonSemantic.binary_op_type_checking_impl = _operands_once
+
+    _equal = tl.dtype.__eq__
+
+    def _equal_or_same(one: Any, other: Any) -> bool:
+        """Types of numbers are few objects; Triton unwraps each and compares their names."""
+        return one is other or _equal(one, other)
+
+    tl.dtype.__eq__ = _equal_or_same
+
+    _unwrap = tl.core._unwrap_if_constexpr
+    PLAIN = frozenset((tl.tensor, tl.dtype, tl.block_type, tl.pointer_type, int, float, bool, str, type(None)))
+
+    def _unwrap_if_wrapped(value: Any) -> Any:
+        """Triton asks for five types in turn, of all that it is given."""
+        return value if type(value) in PLAIN else _unwrap(value)
+
+    tl.core._unwrap_if_constexpr = _unwrap_if_wrapped
+
+    _builtin = tl.tensor.__add__.__code__
+    _patch_attribute = interpreter._patch_attr
+
+    def _patch_attribute_directly(place: Any, name: str, member: Any, builder: Any, scope: Any) -> None:
+        """Triton filters the arguments of each call, and then looks for what it has just given."""
+        if getattr(member, "__code__", None) is not _builtin:
+            _patch_attribute(place, name, member, builder, scope)
+            return
+        function, semantic = member.__wrapped__, interpreter.interpreter_semantic
+
+        def called(*args: Any, **options: Any) -> Any:
+            options["_semantic"] = semantic
+            return function(*args, **options)
+
+        scope.set_attr(place, name, called)
+
+    interpreter._patch_attr = _patch_attribute_directly
 
     class _TypeWhenAsked:
         """The type of a tuple, of which every tensor has one as its shape and hardly any is asked for its type."""
