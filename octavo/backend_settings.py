@@ -29,7 +29,7 @@ _ENGINE = {
     | _CHAT
     | {
         *("model", "tokenizer", "generation_config", "dtype", "device", "max_model_len", "seed"),
-        *("revision", "download_dir", "kv_cache_memory"),
+        *("revision", "download_dir", "kv_cache_memory", "gpu_memory_utilization"),
     },
     "grpc": _SCHEDULER
     | (_CACHE - {"block_size", "num_kv_blocks"})

@@ -195,6 +195,11 @@ def test_what_transformers_cannot_load(tmp_path: Path) -> None:
         build_engine(EngineConfig.from_flat({**SETTINGS, "model": tmp_path}))
 
 
+def test_the_share_of_a_gpus_memory_has_an_effect() -> None:
+    config = EngineConfig.from_flat({**SETTINGS, "model": "m", "gpu_memory_utilization": 0.5})
+    assert config.cache.gpu_memory_utilization == 0.5
+
+
 CODE = """
 from pathlib import Path
 from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM
