@@ -18,6 +18,7 @@ from typing import Any
 from octavo.errors import InvalidParameter
 from octavo.grammar.forms import is_deep
 from octavo.text.message_pieces import Call
+from octavo.text.tool_calls.values import exact_value_of
 
 ANSWER_REASONING_KEYS = ("reasoning_content", "reasoning")
 """Keys of the reasoning in an answer; both are sent, since clients read one or the other."""
@@ -243,12 +244,13 @@ def _call(call: Any, where: str) -> Message:
 
 
 def _arguments(given: Any) -> dict[str, Any] | str:
-    """Models write arguments that are cut, malformed or too deep, and clients send them back: these stay text."""
+    """Models write arguments that are cut, malformed, too deep or with numbers that JSON lacks, and clients send them
+    back: these stay text."""
     if given is None or isinstance(given, dict):
         return given or {}
     text = given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)
     try:
-        value = json.loads(text) if text.strip() else None
+        value = exact_value_of(text) if text.strip() else None
     except (ValueError, RecursionError):
         return text
     if value is None:

@@ -126,8 +126,9 @@ def members_of(call: Call) -> dict[str, Any]:
         return {}
     if not isinstance(value, dict) or is_deep(value):
         return {}
-    # Half a character, which JSON can name, is no text.
-    members: dict[str, Any] = json.loads(json.dumps(value, ensure_ascii=False).encode(errors="replace"))
+    # Half a character, which JSON can name, is no text, and a number too large for floats is not written as one.
+    written = json.dumps(value, ensure_ascii=False).encode(errors="replace")
+    members: dict[str, Any] = json.loads(written, parse_constant=str)
     return members
 
 

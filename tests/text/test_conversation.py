@@ -139,7 +139,21 @@ def test_a_message_with_calls_is_complete() -> None:
 
 @pytest.mark.parametrize(
     "arguments",
-    ['{"a": tru', "", "null", None, "[1]", "text", '"', "{", '{"a": NaN}', 5, [1], '{"a":' * 400 + "1" + "}" * 400],
+    [
+        '{"a": tru',
+        "",
+        "null",
+        None,
+        "[1]",
+        "text",
+        '"',
+        "{",
+        '{"a": NaN}',
+        '{"a": 1e999}',
+        5,
+        [1],
+        '{"a":' * 400 + "1" + "}" * 400,
+    ],
     ids=lambda value: str(value)[:20],
 )
 def test_arguments_of_any_form(family: ChatTemplate, arguments: Any) -> None:

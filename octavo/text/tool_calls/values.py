@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -38,6 +39,16 @@ def value_of(text: str) -> Any:
         return json.loads(text, parse_constant=_refuse, strict=False)
     except (ValueError, RecursionError):
         return None
+
+
+def exact_value_of(text: str) -> Any:
+    """The value of JSON text. Raises ``ValueError`` for other text, and for numbers that are too large for floats:
+    many readers of JSON refuse them, and no writer has them."""
+    return json.loads(text, parse_float=_finite, parse_constant=_refuse)
+
+
+def _finite(text: str) -> float:
+    return value if math.isfinite(value := float(text)) else _refuse(text)
 
 
 def _refuse(name: str) -> Any:

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 from octavo.text.message_parser import Call, Steps, TextReader
 from octavo.text.tool_calls.pythonic import literal_of
-from octavo.text.tool_calls.values import Functions, is_name, text_of, type_of, types_of, value_of
+from octavo.text.tool_calls.values import Functions, exact_value_of, is_name, text_of, type_of, types_of, value_of
 
 NULLS = ("null", "None")
 _NAME = re.compile(r"""[^\s<>"']+""")
@@ -186,18 +186,17 @@ class _Collected:
 def json_of(text: str, types: frozenset[str]) -> str:
     """JSON of a value that is written as JSON, as a Python literal or, where ``types`` allow it, without quotes.
 
-    Without ``types`` it is what it looks like: text in quotes is text that has them.
+    Without ``types`` it is what it looks like: text in quotes is text that has them. Numbers that JSON lacks are text.
     """
     bare = text.strip()
     try:
-        value = json.loads(bare, parse_constant=float)
-        found = bare
+        value, found = exact_value_of(bare), bare
     except (ValueError, RecursionError):
         try:
             value = literal_of(bare)
+            found = json.dumps(value, ensure_ascii=False, allow_nan=False)
         except (ValueError, SyntaxError, RecursionError):
             return text_of(text)
-        found = text_of(value)
     kind = type_of(value)
     if kind in types or (kind == "integer" and "number" in types) or (not types and kind != "string"):
         return found

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any, Literal
 import pydantic
 import pytest
 
+from octavo.text.message_pieces import Call
+from octavo_server.dialects.chat_reply import members_of
 from tests.server.conftest import Served
 from tests.server.in_process import ANSWER, IM_END, InProcessEngine, byte_tokenizer
 from tests.server.writing_engine import writing_engine
@@ -359,3 +361,8 @@ def test_models_in_the_form_of_this_api(serve_app: Any) -> None:
     # Whatever it was asked by, the model has one name in answers.
     answer = client(served).messages.create(model="tiny", max_tokens=1, messages=MESSAGES)
     assert answer.model == "small"
+
+
+def test_numbers_that_json_lacks_are_text_in_an_input() -> None:
+    assert members_of(Call("f", '{"a": 1e999, "b": [NaN], "c": 1')) == {"a": "Infinity", "b": ["NaN"], "c": 1}
+    assert members_of(Call("f", '{"a": 1e999}')) == {"a": "Infinity"}

@@ -33,6 +33,7 @@ from octavo.text.tool_calls.marked_json import COHERE, GRANITE, PHI4
 from octavo.text.tool_calls.pythonic import LFM2, OLMO3
 from octavo.text.tool_calls.tool_format import Marks, ToolFormat
 from octavo.text.tool_calls.values import text_of, type_of
+from octavo.text.tool_calls.xml_calls import json_of
 from octavo.text.tool_calls.xml_formats import GLM, MINIMAX_M2, QWEN3_CODER
 from octavo_fleet.backends.vocabulary import byte_tokenizer
 from tests.text.tool_calls.messages import joined
@@ -414,3 +415,9 @@ def test_calls_at_the_end_of_reasoning_that_is_not_closed_are_calls(format: Tool
         for texts in ([text + more], list(text + more)):
             assert not any(isinstance(piece, Call) for piece in parse(read, texts))
     assert parse(read, list(text), is_cut=True) == [Text("reasoning", text.removeprefix("<think>"))]
+
+
+@pytest.mark.parametrize("text", ["1e999", "NaN", "-Infinity", "{'a': 1e999}", "[-1e999, None]"])
+@pytest.mark.parametrize("types", [frozenset(), frozenset({"number"}), frozenset({"object"})])
+def test_numbers_that_json_lacks_are_text(text: str, types: frozenset[str]) -> None:
+    assert json.loads(json_of(text, types)) == text
