@@ -1,7 +1,7 @@
 """Engines in place of those in new processes, which would import for 0.3 s of processor time, with torch for 2 s.
 
-They are forked from the process of the tests, or run in a thread of it. That a process can be started is for
-``test_engine_process.py`` and all tests of `octavo serve`.
+They are forked from the process of the tests, or run in a thread of it. That a process can be started is for all
+tests of `octavo serve`.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any, NoReturn
@@ -49,9 +50,20 @@ class ForkedProcess:
             self._status = os.waitstatus_to_exitcode(status) if pid else None
         return self._status
 
-    def kill(self) -> None:
+    def send_signal(self, number: int) -> None:
         if self.poll() is None:
-            os.kill(self.pid, signal.SIGKILL)
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+    def wait(self, seconds: float = 10.0) -> int:
+        """The exit status."""
+        deadline = time.monotonic() + seconds
+        while (status := self.poll()) is None:
+            assert time.monotonic() < deadline, "it does not end"
+            time.sleep(0.002)
+        return status
 
 
 def _run(build: engine_process.Build, fd: int, environment: Mapping[str, str]) -> NoReturn:

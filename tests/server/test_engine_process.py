@@ -25,7 +25,7 @@ from octavo.types import EngineStats, ImageInput, Output, Request
 from octavo_fleet.backends import toy
 from octavo_server.engines import engine_process, wire
 from tests.server import fake_engine
-from tests.server.child_engine import command
+from tests.server.forked_engine import ForkedProcess
 
 ROOT = Path(__file__).parents[2]
 
@@ -33,12 +33,17 @@ ROOT = Path(__file__).parents[2]
 class Child:
     """An engine process with a fake engine, and our end of its socket."""
 
-    def __init__(self, code: str) -> None:
+    def __init__(self, code: str = "") -> None:
+        """``code`` is a program for a new interpreter, in place of a process that is forked."""
         self.socket, theirs = socket.socketpair()
         self.socket.settimeout(20)
         with theirs:
             fd = theirs.fileno()
-            self.process = subprocess.Popen([sys.executable, "-c", code, str(fd)], pass_fds=[fd], cwd=ROOT)
+            self.process = (
+                subprocess.Popen([sys.executable, "-c", code, str(fd)], pass_fds=[fd], cwd=ROOT)
+                if code
+                else ForkedProcess("fake_engine", fd, {})
+            )
         self.reader = wire.FrameReader()
         self.pending: list[wire.FromEngine] = []
 
@@ -69,7 +74,7 @@ def children() -> Iterator[list[Child]]:
 
 
 def start(children: list[Child], **knobs: Any) -> Child:
-    child = Child(command()[-1])
+    child = Child()
     children.append(child)
     child.send(wire.Start(3, to_flat(EngineConfig(model=ModelSettings(model=json.dumps(knobs))))))
     return child
