@@ -6,9 +6,9 @@ import sys
 
 from octavo.config import ServeConfig
 from octavo_server.front import serving
-from tests.server.child_engine import command
+from tests.server.forked_engine import forked
 
 if __name__ == "__main__":
     folder, port = sys.argv[1:]
     config = ServeConfig.from_flat({"model": folder, "port": int(port), "seed": 1, "max_num_queued_reqs": 8})
-    sys.exit(serving.run(config, command("oracle_engine")))
+    sys.exit(serving.run(config, forked("oracle_engine")))

@@ -56,11 +56,11 @@ def make_config(timeout: float = 30.0, **knobs: Any) -> ServeConfig:
     return ServeConfig(model=ModelSettings(model=json.dumps(knobs)), server=server)
 
 
-def command(module: str = "fake_engine") -> list[str]:
-    """Runs an engine process over the engine that a module of this folder builds."""
+def command() -> list[str]:
+    """Runs an engine process in a new interpreter."""
     code = f"import sys; sys.path.insert(0, {str(ROOT)!r}); "
-    code += f"from octavo_server.engines import engine_process; from tests.server import {module}; "
-    return [sys.executable, "-c", code + f"engine_process.main(build={module}.build)"]
+    code += "from octavo_server.engines import engine_process; from tests.server import fake_engine; "
+    return [sys.executable, "-c", code + "engine_process.main(build=fake_engine.build)"]
 
 
 def make_engine(timeout: float = 30.0, argv: list[str] | None = None, **knobs: Any) -> AsyncEngine:
