@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from octavo import ops
 from octavo.ops.attention.attention import HeadLayout, KVScales, LayerCache, store_kv
 from octavo.ops.attention.choose_blocks import attend_to_blocks, chosen_keys
-from tests.ops.test_sparse_attention import HEADS, SHAPES, WIDTH, Shape, Step
+from tests.ops.test_choose_keys import HEADS, SHAPES, WIDTH, Shape, Step
 
 COUNT = 3
 RUNS: dict[str, Any] = {"reference": ops.choose_blocks.reference, "dispatched": ops.choose_blocks}

@@ -11,7 +11,7 @@ from torch import Tensor
 from octavo import ops
 from octavo.ops.attention.attention import GroupRows, HeadLayout, LayerCache, PagedRows, store_kv
 from octavo.ops.attention.choose_head_blocks import HeadBlocks, attend_to_head_blocks
-from tests.ops.test_sparse_attention import SHAPES, Step
+from tests.ops.test_choose_keys import SHAPES, Step
 
 K, GROUP, H = 2, 3, 8
 RULES = {

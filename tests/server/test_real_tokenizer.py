@@ -12,7 +12,7 @@ from octavo.text.tokenizer import load_tokenizer
 from tests.server import in_process
 from tests.server.conftest import Served
 from tests.server.in_process import InProcessEngine
-from tests.server.test_sse import events
+from tests.server.test_response import events
 
 pytestmark = pytest.mark.model
 

@@ -12,7 +12,7 @@ from octavo_kernels.triton.attention import choose_blocks as module
 from octavo_kernels.triton.attention.choose_blocks import choose_blocks_triton
 from octavo_kernels.triton.launch import empty_indices
 from tests.ops.test_choose_blocks import COUNT, complete
-from tests.ops.test_sparse_attention import SHAPES, Step
+from tests.ops.test_choose_keys import SHAPES, Step
 from tests.ops.triton.poison import poison_new_tensors
 
 MOST = 40

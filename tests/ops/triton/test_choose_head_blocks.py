@@ -9,9 +9,9 @@ from octavo import ops
 from octavo.ops.attention.cached_rows import INT4
 from octavo_kernels.triton.attention import choose_head_blocks
 from octavo_kernels.triton.attention.choose_head_blocks import choose_head_blocks_triton
-from tests.ops import test_sparse_attention
+from tests.ops import test_choose_keys
 from tests.ops.test_choose_head_blocks import RULES, expected, listed, make
-from tests.ops.test_sparse_attention import SHAPES
+from tests.ops.test_choose_keys import SHAPES
 from tests.ops.triton.poison import poison_new_tensors
 from tests.tiers import one_in
 
@@ -34,7 +34,7 @@ def test_choice(shape: str, name: str, dtype: torch.dtype, device: str, monkeypa
 
 @pytest.mark.parametrize("dtype", [torch.int8, INT4])
 def test_packed_keys(dtype: torch.dtype, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(test_sparse_attention, "WIDTH", 48)
+    monkeypatch.setattr(test_choose_keys, "WIDTH", 48)
     step, q_TKI = make("chunks and decodes", 4, dtype)
     q_TKI, (_, rule) = torch.randn_like(q_TKI), RULES["blocks smaller than the cache's"]
     wanted = ops.choose_head_blocks.reference(q_TKI, step.cache, step.rows, rule)

@@ -16,7 +16,7 @@ from octavo_kernels.triton.attention import latent_attention as latent
 from octavo_kernels.triton.attention.choose_keys import choose_keys_triton
 from octavo_kernels.triton.attention.latent_attention import attend_single_rows, latent_attention_triton
 from octavo_kernels.triton.launch import invariant
-from tests.ops.test_sparse_attention import SHAPES, Step, chosen_slots, inputs
+from tests.ops.test_choose_keys import SHAPES, Step, chosen_slots, inputs
 from tests.triton_interpreter import quick_first
 
 CASES = [(True, False, False), (True, True, True), (True, True, False), (False, True, False), (False, True, True)]

@@ -16,7 +16,7 @@ from octavo.types import EngineInfo
 from octavo_fleet.backends.vocabulary import byte_tokenizer
 from tests.server.conftest import Served
 from tests.server.in_process import InProcessEngine
-from tests.server.test_sse import events
+from tests.server.test_response import events
 
 PATH = "/inference/v1/generate"
 ROUTES = RoutesInfo(num_layers=3, num_chosen=2, num_experts=5, layers=(1, 2))

@@ -12,7 +12,7 @@ import pytest
 from octavo.errors import Withdrawn
 from tests.server.conftest import Served
 from tests.server.in_process import ANSWER, InProcessEngine
-from tests.server.test_sse import events
+from tests.server.test_response import events
 
 PROMPT = list(b"What is 2+2?")
 PATH = "/inference/v1/generate"

@@ -8,7 +8,7 @@ import pytest
 
 from tests.server.conftest import Served
 from tests.server.in_process import ANSWER, IM_START, InProcessEngine
-from tests.server.test_sse import events
+from tests.server.test_response import events
 
 HI = {"role": "user", "content": "Hi"}
 

@@ -10,7 +10,7 @@ import pytest
 from octavo.types import Request
 from tests.server.conftest import Served
 from tests.server.in_process import ANSWER, IM_END, InProcessEngine
-from tests.server.test_sse import events
+from tests.server.test_response import events
 
 
 def choices_of(response: Any) -> list[dict[str, Any]]:

@@ -87,7 +87,7 @@ OTHER_TESTS = {
     "test_completions": {"prompt", "echo", "logprobs", "return_token_ids", "return_tokens_as_token_ids", "model"},
     "test_best_of": {"best_of"},
     "test_beam_search of the backends": {"use_beam_search", "length_penalty"},
-    "test_sse": {"stream", "stream_options"},
+    "test_response": {"stream", "stream_options"},
     "test_admission": {"timeout"},
     "test_completions, of a deadline policy": {"ttft_target", "tpot_target"},
     "test_chat": {

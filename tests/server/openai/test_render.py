@@ -11,7 +11,7 @@ import pytest
 from octavo.types import Request
 from tests.server.conftest import Served
 from tests.server.in_process import InProcessEngine
-from tests.server.test_sse import events
+from tests.server.test_response import events
 
 USER = {"role": "user", "content": "Weather in Rome?"}
 TOOL = {

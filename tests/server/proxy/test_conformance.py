@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from octavo.text.tokenizer import Tokenizer
-from tests.server import test_sse
+from tests.server import test_response
 from tests.server.conftest import Served
 from tests.server.in_process import InProcessEngine, byte_tokenizer
 from tests.server.openai import test_chat, test_models_and_tokenize
@@ -33,7 +33,7 @@ def every_test(*modules: ModuleType) -> dict[str, Any]:
     return found
 
 
-globals().update(every_test(test_chat, test_models_and_tokenize, test_sse))
+globals().update(every_test(test_chat, test_models_and_tokenize, test_response))
 
 
 @pytest.fixture
