@@ -91,17 +91,15 @@ def load_vision(
 ) -> Vision | None:
     """Load the tower of a checkpoint; ``None`` if the model is to read text alone, or has none that is known.
 
-    With the format of an outline, from headers alone. Raises ``CheckpointError``.
+    With the format of an outline, from headers alone, but for a GGUF file of its own. Raises ``CheckpointError``.
     """
     if config.model.language_model_only or config.model.backend != "octavo":
         return None
     values: Mapping[str, Any] = checkpoint.config
-    source: TensorSource = checkpoint
+    source: TensorSource = checkpoint if form.outlined_for is None else Outline(checkpoint)
     if (projector := open_projector(path)) is not None:
         source = ProjectorTensors(projector)
         values = projector.config(values, vocabulary(path))
-    if form.outlined_for is not None:
-        source = Outline(source)
     found = read_vision(values)
     processor = None if found is None else read_processor(path)
     if found is None or processor is None:

@@ -18,6 +18,7 @@ from octavo.ops.collective import SingleRank
 from octavo.quant.checkpoint_tensors import Part, TensorSource
 from octavo.quant.stored.stored_weight import WeightFormat
 from octavo.weights.gguf.block_formats import BLOCK_KINDS
+from octavo.weights.gguf.gguf_checkpoint import GGUFCheckpoint, can_be
 from octavo.weights.safetensors import DTYPES
 
 
@@ -43,7 +44,7 @@ class Outline:
         if self.is_dummy:
             return torch.empty(shape, device="meta")
         kind, found = self._checkpoint.describe(name)
-        if found != shape:
+        if found != shape and not (isinstance(self._checkpoint, GGUFCheckpoint) and can_be(found, shape)):
             raise CheckpointError(f"tensor {name} has shape {list(found)}; expected {list(shape)}")
         if kind not in DTYPES and kind not in BLOCK_KINDS:
             raise CheckpointError(f"tensor {name} has dtype {kind}; supported are {', '.join(DTYPES)}")

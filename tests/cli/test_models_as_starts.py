@@ -20,6 +20,7 @@ from tests.models.adapter_files import make_adapter
 from tests.models.encoder_families import make_encoder
 from tests.models.families import make_checkpoint
 from tests.models.gguf_files import write_gguf
+from tests.models.test_projector import made as with_projector
 
 WEIGHTS = "model.safetensors"
 POOLED = [
@@ -141,9 +142,16 @@ def test_adapters_of_an_encoder_are_checked(tmp_path: Path, capsys: pytest.Captu
     assert str(error.value) in capsys.readouterr().err
 
 
+def text_and_tower(folder: Path) -> Path:
+    """Two GGUF files, whose tensors lack axes that those of the library have."""
+    with_projector("qwen3_5", folder)
+    return next(path for path in folder.rglob("*.gguf") if "mmproj" not in path.name)
+
+
 MADE: dict[str, Change] = {
     "llama": llama,
     "gguf": lambda folder: write_gguf(folder, make_checkpoint(folder, "llama/gqa")),
+    "gguf with a tower": text_and_tower,
     "gemma3": lambda folder: vision.make(folder, "gemma3"),
     "qwen2_5_vl": lambda folder: vision.make(folder, "qwen2_5_vl"),
     "diffllama": lambda folder: save_checkpoint("diffllama", folder),

@@ -78,8 +78,7 @@ class GGUFCheckpoint:
         tensor = self._file.tensors[place.tensor]
         what = f"{self.path}: tensor {place.tensor!r}"
         found = self.describe(name)[1]
-        is_same = _without_ones(found) == _without_ones(shape)  # converters drop and add axes of length 1
-        if not is_same and (len(shape) > 1 or math.prod(found) != shape[0]):  # vectors may be stored in rows
+        if not can_be(found, shape):
             raise CheckpointError(f"{what}: has shape {tensor.shape}, expected {shape} for {name!r}")
         if tensor.kind not in DENSE_KINDS and len(shape) != 2:
             raise CheckpointError(f"{what}: has type {tensor.kind} and shape {shape}, only matrices can be quantised")
@@ -179,6 +178,12 @@ class ProjectorTensors:
         if found.shape != shape:
             raise CheckpointError(f"{path}: {name!r} has shape {tuple(found.shape)}, expected {shape}")
         return found
+
+
+def can_be(found: tuple[int, ...], shape: tuple[int, ...]) -> bool:
+    """Whether a tensor of a file holds a parameter of this shape: converters drop and add axes of length 1, and
+    vectors may be stored in rows."""
+    return _without_ones(found) == _without_ones(shape) or (len(shape) == 1 and math.prod(found) == shape[0])
 
 
 def dense(file: GGUFFile, name: str) -> torch.Tensor:
