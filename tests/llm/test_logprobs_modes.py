@@ -16,6 +16,7 @@ from tests.llm.test_weight_updates import SETTINGS
 from tests.llm.tiny import write_checkpoint
 from tests.models.families import make_checkpoint
 from tests.ops.cpu_cases import needs_float_kernels
+from tests.runtime.thread_ranks import ranks_as_threads
 from tests.tiers import nightly, one_in
 
 V = 264
@@ -130,8 +131,11 @@ SCORED: list[Any] = [
 @needs_float_kernels
 @one_in(4)
 @pytest.mark.parametrize(("row", "settings"), SCORED, ids=str)
-def test_a_scoring_pass_gives_the_bits_of_sampling(row: str, settings: dict[str, Any], tmp_path: Path) -> None:
+def test_a_scoring_pass_gives_the_bits_of_sampling(
+    row: str, settings: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Sampled together and behind cached prefixes; scored alone, together and in other chunks: no bit differs."""
+    ranks_as_threads(monkeypatch)
     write_checkpoint(tmp_path)
     make_checkpoint(tmp_path, row, vocab_size=V)
     prompts = [PROMPT, [*PROMPT, 4], [9, 9, 2] * 12, [1]]

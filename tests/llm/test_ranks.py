@@ -19,6 +19,7 @@ from octavo import LLM, SamplingParams
 from octavo.errors import ConfigError, RanksLost
 from tests.llm.tiny import SETTINGS, write_checkpoint
 from tests.ops.cpu_cases import needs_float_kernels
+from tests.runtime.thread_ranks import ranks_as_threads
 from tests.tiers import nightly_after
 
 pytestmark = [pytest.mark.slow, needs_float_kernels]
@@ -44,20 +45,22 @@ def ranks(of: psutil.Process | None = None) -> list[int]:
     return [child.pid for child in children if "octavo.rank_process" in child.cmdline()]
 
 
-def test_ranks_give_the_tokens_of_one_process_and_end_with_it(tmp_path: Path) -> None:
+def test_ranks_give_the_tokens_of_one_process_until_one_is_lost(tmp_path: Path) -> None:
     write_checkpoint(tmp_path)
     with make(tmp_path, 1) as one:
         expected = texts(one)
     with make(tmp_path, 2) as two:
         assert texts(two) == expected
         assert two.info.tensor_parallel_size == 2
-        assert len(ranks()) == 1
-    del two
-    gc.collect()
-    assert ranks() == []
+        [pid] = ranks()
+        os.kill(pid, signal.SIGKILL)
+        began = time.monotonic()
+        with pytest.raises(RanksLost, match=r"rank 1 of the engine ended \(killed by signal 9\)"):
+            texts(two)
+        assert time.monotonic() - began < 30
 
 
-def test_stages_give_the_tokens_of_one_process_and_hold_a_part_of_the_layers(tmp_path: Path) -> None:
+def test_stages_give_the_tokens_of_one_process_hold_a_part_of_the_layers_and_end_with_it(tmp_path: Path) -> None:
     write_checkpoint(tmp_path)
     with make(tmp_path, 1) as one:
         expected = texts(one)
@@ -67,6 +70,9 @@ def test_stages_give_the_tokens_of_one_process_and_hold_a_part_of_the_layers(tmp
         assert two.info.num_parameters == one.info.num_parameters
         assert 2 * two.info.memory["kv_cache"] == one.info.memory["kv_cache"]
         assert two.info.memory["weights"] < one.info.memory["weights"]
+    del two
+    gc.collect()
+    assert ranks() == []
 
 
 @pytest.mark.parametrize(
@@ -99,7 +105,10 @@ MIXTURE = {
 }
 
 
-def test_sequences_of_their_own_give_the_tokens_of_one_process_and_room_for_twice_as_many(tmp_path: Path) -> None:
+def test_sequences_of_their_own_give_the_tokens_of_one_process_and_room_for_twice_as_many(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ranks_as_threads(monkeypatch)
     write_checkpoint(tmp_path)
     path = tmp_path / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), **MIXTURE}))
@@ -164,8 +173,11 @@ def test_rules_that_need_all_logits_give_the_tokens_of_one_process(tmp_path: Pat
 
 
 @pytest.mark.parametrize("num_parts", [2, *nightly_after(0, [1])])
-def test_blocks_go_to_host_memory_and_come_back(num_parts: int, tmp_path: Path) -> None:
+def test_blocks_go_to_host_memory_and_come_back(
+    num_parts: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A pool of hardly more than one prompt, so that the second pass finds its blocks in host memory."""
+    ranks_as_threads(monkeypatch)
     write_checkpoint(tmp_path)
     settings: dict[str, Any] = {"num_kv_blocks": 17, "kv_offload_memory": 0.01}
     long = [letter * 200 for letter in "abca"]
@@ -176,17 +188,6 @@ def test_blocks_go_to_host_memory_and_come_back(num_parts: int, tmp_path: Path) 
         assert two.info.block_size == 16
         assert [texts(two, [prompt]) for prompt in long] == expected
         assert two.engine.stats().num_offload_restored > 0
-
-
-def test_a_lost_rank_is_an_error(tmp_path: Path) -> None:
-    write_checkpoint(tmp_path)
-    with make(tmp_path, 2) as llm:
-        [pid] = ranks()
-        os.kill(pid, signal.SIGKILL)
-        began = time.monotonic()
-        with pytest.raises(RanksLost, match=r"rank 1 of the engine ended \(killed by signal 9\)"):
-            texts(llm)
-        assert time.monotonic() - began < 30
 
 
 def test_stages_of_two_hosts_give_the_tokens_of_one_process(tmp_path: Path) -> None:

@@ -25,6 +25,7 @@ from tests.models.adapter_files import make_adapter
 from tests.models.drafter_files import mtp
 from tests.models.families import EVERY_ROW, make_checkpoint
 from tests.ops.cpu_cases import needs_float_kernels
+from tests.runtime.thread_ranks import ranks_as_threads
 from tests.tiers import nightly, nightly_after
 
 SETTINGS: dict[str, Any] = {"device": "cpu", "block_size": 8, "num_kv_blocks": 120, "max_num_batched_tokens": 48}
@@ -115,11 +116,11 @@ def test_forms(settings: dict[str, Any], folders: tuple[Path, Path]) -> None:
     check(folders, **settings)
 
 
-@pytest.mark.slow
 @needs_float_kernels
 @pytest.mark.parametrize("enable_dp_attention", [False, nightly(True)])
-def test_ranks(enable_dp_attention: bool, tmp_path: Path) -> None:
+def test_ranks(enable_dp_attention: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first rank has tensors that the others have not: biases of sums over all ranks."""
+    ranks_as_threads(monkeypatch)
     write_checkpoint(tmp_path / "a")
     make_checkpoint(tmp_path / "a", "llama/biases", vocab_size=264)
     folders = tmp_path / "a", changed(tmp_path / "a", tmp_path / "b")

@@ -21,6 +21,7 @@ from octavo.weights.safetensors import SafetensorsCheckpoint
 from tests.models.families import make_checkpoint
 from tests.models.test_architectures import SETTINGS, random_tokens
 from tests.ops.cpu_cases import needs_float_kernels
+from tests.runtime.thread_ranks import ranks_as_threads
 from tests.tiers import nightly_after
 
 
@@ -85,9 +86,10 @@ def test_a_checkpoint_in_mxfp4_gives_what_its_widened_weights_give(tmp_path: Pat
 @needs_float_kernels
 @pytest.mark.parametrize(("blocks", "size"), nightly_after(1, [(3, 2), (5, 4)]))
 def test_ranks_have_whole_blocks_of_a_width_that_their_number_does_not_divide(
-    blocks: int, size: int, tmp_path: Path
+    blocks: int, size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As gpt-oss-120b's 90 blocks of 32 among four."""
+    ranks_as_threads(monkeypatch)
     make_packed(tmp_path, intermediate_size=32 * blocks)
     prompt, params = random_tokens(60), SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=5)
     found = []

@@ -20,6 +20,7 @@ from tests.models import vision
 from tests.models.test_vision import GREEDY, PROMPTS, SETTINGS, TOLERANCE, as_inputs, worst_difference
 from tests.ops.cpu_cases import needs_float_kernels
 from tests.quant import writers
+from tests.runtime.thread_ranks import ranks_as_threads
 from tests.tiers import nightly_after
 
 pytestmark = needs_float_kernels
@@ -73,9 +74,9 @@ def test_a_part_for_vision_is_an_object() -> None:
         read_vision({"architectures": ["LlavaForConditionalGeneration"], "text_config": {}, "vision_config": "x"})
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", nightly_after(1, ["qwen3_vl", "qwen3_5", "gemma4", "glm4v_moe", "llava_onevision"]))
-def test_each_rank_has_the_tower(name: str, tmp_path: Path) -> None:
+def test_each_rank_has_the_tower(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks_as_threads(monkeypatch)
     model = vision.make(tmp_path, name)
     check(name, tmp_path, model, device="cpu", tensor_parallel_size=2)
 

@@ -28,6 +28,7 @@ from octavo.types import Output, Request, Task
 from tests.models.encoder_families import word_tokenizer
 from tests.models.families import ROWS, VOCAB_SIZE, make_checkpoint
 from tests.ops.cpu_cases import needs_float_kernels
+from tests.runtime.thread_ranks import ranks_as_threads
 from tests.tiers import nightly_after, one_in
 
 FIRST = ("llama/gqa", "gpt2/small", "qwen3/biases", "gemma3/two_ropes")
@@ -143,10 +144,10 @@ def test_a_decoder_that_classifies_tokens(row: str, tmp_path: Path) -> None:
         np.testing.assert_allclose(found, logits.softmax(dim=-1), atol=1e-5)
 
 
-@pytest.mark.slow
 @needs_float_kernels
 @pytest.mark.parametrize("task", nightly_after(1, ("classify", "token_classify")))
-def test_ranks_find_the_labels_of_one_device(task: Task, tmp_path: Path) -> None:
+def test_ranks_find_the_labels_of_one_device(task: Task, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks_as_threads(monkeypatch)
     kind = AutoModelForSequenceClassification if task == "classify" else AutoModelForTokenClassification
     made_with(kind, tmp_path, "qwen3/wide_heads", **LABELS)
     one, two = (results(tmp_path, task, (task,), tensor_parallel_size=size) for size in (1, 2))
