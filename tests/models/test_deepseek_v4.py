@@ -122,7 +122,7 @@ def test_texts_that_are_given_up_and_found_again(tmp_path: Path, settings: dict[
         chance.choice(stems)[: chance.randrange(5, 64)] + chance.choices(range(1, 97), k=chance.randrange(1, 30))
         for _ in range(7)
     ]
-    params = [SamplingParams(temperature=0, max_tokens=chance.randrange(20, 40), ignore_eos=True) for _ in prompts]
+    params = [SamplingParams(temperature=0, max_tokens=chance.randrange(10, 20), ignore_eos=True) for _ in prompts]
     base: dict[str, Any] = {"device": "cpu", "dtype": "float32", "max_model_len": 128}
     with LLM(tmp_path, **base, num_kv_blocks=100, enable_prefix_caching=False) as llm:
         alone = [
