@@ -29,7 +29,7 @@ class Chain:
         self.layers = [[random(*shape) for shape in shapes] for _ in range(LAYERS)]
 
     def run(self) -> Tensor:
-        from octavo.ops.linear import linear
+        from octavo.ops import linear
 
         self.x_TD.copy_(self.start_TD)
         x = self.x_TD
@@ -49,7 +49,7 @@ def test_a_graph_with_dependent_launch_gives_the_bits_of_plain_launches(T: int) 
 
 
 def test_invariant_rows_have_the_same_bits_in_any_company() -> None:
-    from octavo.ops.linear import linear
+    from octavo.ops import linear
     from octavo_kernels.triton.launch import invariant
 
     x_TK, weight_NK = random(700, 1024), random(6144, 1024)

@@ -53,7 +53,7 @@ class Chain:
         self.layers = [[random_groups("cuda", number, *shape, group) for shape in shapes] for _ in range(LAYERS)]
 
     def run(self) -> Tensor:
-        from octavo.ops.linear import grouped_linear
+        from octavo.ops import grouped_linear
 
         self.x_TD.copy_(self.start_TD)
         x = self.x_TD
@@ -77,7 +77,7 @@ def test_a_graph_with_dependent_launch_gives_the_bits_of_plain_launches(T: int, 
 @pytest.mark.parametrize("number", NUMBERS)
 @pytest.mark.parametrize("T", [1, 7, 16, 40, 200, 600])
 def test_real_shapes_agree_with_float64(T: int, number: str, parts: str) -> None:
-    from octavo.ops.linear import grouped_linear
+    from octavo.ops import grouped_linear
 
     given: dict[str, Any] = PARTS[parts]
     case = GroupedCase.random("cuda", T, random_groups("cuda", number, 6144, 4096, NUMBERS[number]), **given)
@@ -99,7 +99,7 @@ def test_pipelined_products_agree_with_float64(
 ) -> None:
     """In the default configuration, with tiles divided in all ways, and as ``grouped_linear`` uses it; ``int4`` also in
     all that are measured."""
-    from octavo.ops.linear import grouped_linear
+    from octavo.ops import grouped_linear
     from octavo_kernels.hopper.pipelined_configs import PipelinedConfig, pipelined_configs
     from octavo_kernels.triton.config_tables import ConfigTable
     from octavo_kernels.triton.grouped.grouped_configs import config_for
@@ -153,14 +153,14 @@ def test_streamed_products_agree_with_float64(form: str, parts: str, N: int) -> 
 @pytest.mark.parametrize("T", [2, 64])
 def test_scales_that_copies_do_not_take_are_read_otherwise(T: int, N: int) -> None:
     """The scales of a group begin at no multiple of 16 bytes."""
-    from octavo.ops.linear import grouped_linear
+    from octavo.ops import grouped_linear
 
     case = GroupedCase.random("cuda", T, weight_of("int4", N))
     case.check(grouped_linear(*case.arguments()))
 
 
 def test_rows_at_any_address_are_taken() -> None:
-    from octavo.ops.linear import grouped_linear
+    from octavo.ops import grouped_linear
 
     packed = weight_of("int4", 592)
     flat = torch.randn(16 * 1152 + 1, device="cuda").bfloat16()
@@ -171,7 +171,7 @@ def test_rows_at_any_address_are_taken() -> None:
 
 
 def test_invariant_rows_have_the_same_bits_in_any_company() -> None:
-    from octavo.ops.linear import grouped_linear
+    from octavo.ops import grouped_linear
     from octavo_kernels.triton.launch import invariant
 
     x_TK = torch.randn(700, 1024, device="cuda").bfloat16()

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.skipif(
 @pytest.mark.parametrize("T", [1, 16, 64, 300])
 @pytest.mark.parametrize("number", NUMBERS)
 def test_a_graph_with_dependent_launch_gives_the_bits_of_plain_launches(number: torch.dtype, T: int) -> None:
-    from octavo.ops.linear import scaled_linear
+    from octavo.ops import scaled_linear
 
     shapes = [(512, 512), (512, 512), (2048, 512), (512, 1024)]
     layers = [[random_values(*shape, number) for shape in shapes] for _ in range(6)]
