@@ -9,7 +9,7 @@ import logging
 import platform
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
 import msgspec
@@ -97,6 +97,8 @@ class Journal:
         self._fingerprint = ""
         self._requests: dict[int, DurableRequest] = {}
         self._by_key: dict[tuple[str, str], DurableRequest] = {}
+        self._unusable: set[int] = set()
+        """Requests that an earlier process began and that this one cannot continue: their tokens may be others."""
         self._ended: dict[str, OrderedDict[int, DurableRequest]] = {}
         """Ended requests by API key, oldest first; a dict would be slow to find its first entry after many removals
         there."""
@@ -168,12 +170,13 @@ class Journal:
 
     def _continue(self, recovered: dict[int, DurableRequest]) -> None:
         self._requests |= recovered
-        unusable: list[int] = []
+        unusable: set[int] = set()
         for number, request in sorted(recovered.items(), key=lambda pair: pair[1].ended_at):
             head = request.head
             self._by_key[head.owner, head.key] = request
-            if head.fingerprint != self._fingerprint:
-                unusable.append(number)
+            has_its_weights = request.is_ended or head.weights == self.engine.weight_version
+            if head.fingerprint != self._fingerprint or not has_its_weights:
+                unusable.add(number)
                 continue
             try:
                 self._check_adapter(head)
@@ -186,7 +189,10 @@ class Journal:
                 continue
             self._counts["resumed_request"] += not request.is_ended
         if unusable:
-            logger.warning("%d requests are not continued: code, model or settings have changed", len(unusable))
+            logger.warning(
+                "%d requests are not continued: code, model, weights or settings have changed", len(unusable)
+            )
+            self._unusable |= unusable
             asyncio.get_running_loop().call_later(self._retention, self._forget_all, unusable)
         if count := self._counts["resumed_request"]:
             logger.info("%d requests of the journal continue", count)
@@ -255,10 +261,10 @@ class Journal:
             generation = await admission.admit(client_request, begin)
             await self.synced()
             return generation
-        if found.head.fingerprint != self._fingerprint:
+        if found.head.number in self._unusable:
             message = (
-                "This request was begun by a server with another version, model or settings, whose text may differ, so "
-                "it cannot be continued. Send it again with another 'Idempotency-Key'."
+                "This request was begun by a server with another version, model, weights or settings, whose text may "
+                "differ, so it cannot be continued. Send it again with another 'Idempotency-Key'."
             )
             raise ServerChanged(message, param="Idempotency-Key")
         return found.new_reader().generation
@@ -282,7 +288,7 @@ class Journal:
     def can_continue(self, caller: Caller, key: str) -> bool:
         """Whether ``admit_once`` continues a request of this key; one of a server that has changed is dropped."""
         found = self._by_key.get((caller.name, key))
-        if found is None or found.head.fingerprint == self._fingerprint:
+        if found is None or found.head.number not in self._unusable:
             return found is not None
         self.cancel(caller, key)
         return False
@@ -310,7 +316,7 @@ class Journal:
             if owner == caller.name and key.startswith(prefix):
                 self.cancel(caller, key)
 
-    def _forget_all(self, numbers: Sequence[int]) -> None:
+    def _forget_all(self, numbers: Collection[int]) -> None:
         for number in numbers:
             self._forget(number)
 
@@ -318,6 +324,7 @@ class Journal:
         request = self._requests.pop(number, None)
         if request is None:
             return
+        self._unusable.discard(number)
         self.note(Forgotten(number))
         head = request.head
         if self._by_key.get((head.owner, head.key)) is request:

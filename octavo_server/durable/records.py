@@ -14,6 +14,7 @@ import msgspec
 
 from octavo.text.reasoning import AnswerMarks
 from octavo.types import Output, Request
+from octavo_server.engines.engine_client import FIRST_WEIGHTS
 
 ROW_BYTES = 20
 _MAX_UINT32 = 2**32 - 1
@@ -34,6 +35,8 @@ class RequestHead(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """Name of the LoRA adapter of all choices."""
     cache_salt: str
     num_choices: int
+    weights: str = FIRST_WEIGHTS
+    """Version of the weights with which its unfinished choices go on; "" if they have several."""
 
 
 class Begin(msgspec.Struct, array_like=True, frozen=True):
@@ -119,6 +122,13 @@ class Forgotten(msgspec.Struct, array_like=True, tag=4, frozen=True, gc=False):
     number: int
 
 
+class NewWeights(msgspec.Struct, array_like=True, tag=9, frozen=True, gc=False):
+    """The request goes on with other weights: ``RequestHead.weights`` from now on."""
+
+    number: int
+    version: str
+
+
 class Noted(msgspec.Struct, frozen=True, gc=False):
     """An output to record; the fields are those of ``Whole``."""
 
@@ -128,8 +138,8 @@ class Noted(msgspec.Struct, frozen=True, gc=False):
     output: Output
 
 
-Item = Begun | Ended | Whole | TokenRows | Forgotten
-Note = tuple[RequestHead, Begin] | Noted | Forgotten
+Item = Begun | Ended | Whole | TokenRows | Forgotten | NewWeights
+Note = tuple[RequestHead, Begin] | Noted | Forgotten | NewWeights
 """What is recorded, before it is encoded."""
 Outputs = list[tuple[int, Output]]
 """Outputs with the indexes of their choices."""
@@ -229,7 +239,7 @@ def decode_output(item: Whole) -> Output:
 
 
 def _item_of(note: Note) -> Item:
-    if isinstance(note, Forgotten):
+    if isinstance(note, Forgotten | NewWeights):
         return note
     if isinstance(note, Noted):
         return _whole(note.number, note.place, note.index, note.output)

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator
 from itertools import pairwise
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from octavo.types import Output
@@ -21,6 +22,7 @@ from octavo_server.durable.records import (
     Begun,
     Ended,
     Forgotten,
+    NewWeights,
     Outputs,
     RequestHead,
     TokenRows,
@@ -39,7 +41,7 @@ NUMBER_LOW, NUMBER_HIGH, PLACE, INDEX, TOKEN = range(5)
 
 logger = logging.getLogger("octavo.server")
 
-Other = Begun | Ended | Whole | Forgotten
+Other = Begun | Ended | Whole | Forgotten | NewWeights
 Array = np.ndarray[Any, np.dtype[np.uint32]]
 
 
@@ -193,6 +195,9 @@ class Recovery:
                 request.take_output(item)
                 if request.is_ended:
                     self._ended.append(number)
+        elif isinstance(item, NewWeights):
+            if (request := self.requests.get(number)) is not None:
+                request.head = msgspec.structs.replace(request.head, weights=item.version)
         elif isinstance(item, Forgotten):
             self.requests.pop(number, None)
         else:

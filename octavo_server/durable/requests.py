@@ -25,6 +25,7 @@ from octavo_server.durable.records import (
     UNREADABLE,
     Begin,
     Ended,
+    NewWeights,
     Note,
     Noted,
     Outputs,
@@ -240,9 +241,15 @@ class DurableRequest:
 
     def on_weights(self, index: int, version: str) -> None:
         """Later tokens of a choice are computed with these weights, as those learn who read it now."""
-        if self._live is not None:
-            self._live.weights[index] = version
-            for reader in self._live.readers:
+        live = self._live
+        if live is not None:
+            live.weights[index] = version
+            versions = {live.weights.get(each, self.head.weights) for each in live.unfinished}
+            version_of_all = versions.pop() if len(versions) == 1 else ""
+            if version_of_all != self.head.weights:
+                self.head = msgspec.structs.replace(self.head, weights=version_of_all)
+                self._owner.note(NewWeights(self.head.number, version_of_all))
+            for reader in live.readers:
                 reader.generation.choices[index].on_weights(version)
 
     # --- readers ---
@@ -335,6 +342,7 @@ def head_of(number: int, owner: str, key: str, body: str, fingerprint: str, gene
         adapter=first.adapter,
         cache_salt=first.cache_salt,
         num_choices=len(generation.choices),
+        weights=generation.weight_version,
     )
 
 

@@ -319,6 +319,60 @@ def test_a_server_that_ends_while_it_starts_loses_nothing(tmp_path: Path) -> Non
         assert again.output_tokens == list(ANSWER[:3].encode())
 
 
+def give_weights(served: Served, version: str) -> None:
+    """Update the weights: all live requests go on with them."""
+
+    def update() -> None:
+        served.engine.weight_version = version
+        for live in served.engine.live.values():
+            live.listener.on_weights(version)
+
+    served.call(update)
+
+
+@pytest.mark.parametrize("updates", [("7",), (None, "7"), ("7", "default"), (None, "7", "default"), (None,)])
+def test_a_request_goes_on_after_a_restart_only_with_its_weights(
+    tmp_path: Path, updates: tuple[str | None, ...]
+) -> None:
+    """A server starts with its first weights; ``None`` is where the request begins."""
+    with serving(tmp_path) as served:
+        if updates[0] is not None:
+            served.engine.weight_version = updates[0]
+        begin_unfinished(served, 3, n=2)
+        for version in filter(None, updates[1:]):
+            give_weights(served, version)
+            steps(served, 2)
+    num_tokens = 3 + 2 * len(updates[1:])
+    for _ in range(2):
+        with serving(tmp_path, runs=False) as served:
+            if updates[-1] == "7":
+                assert not served.engine.requests
+                answer = send(served, n=2, **UNSTREAMED)
+                assert (answer.status_code, answer.json()["error"]["code"]) == (409, "server_changed")
+            else:
+                expected = list(ANSWER[:num_tokens].encode())
+                assert [again.output_tokens for again in served.engine.requests] == [expected, expected]
+
+
+def test_a_request_whose_choices_have_several_weights_does_not_go_on(tmp_path: Path) -> None:
+    with serving(tmp_path) as served:
+        begin_unfinished(served, 3, n=2)
+        first, _ = served.engine.live.values()
+        served.call(lambda: first.listener.on_weights("7"))
+        served.call(lambda: first.listener.on_weights("8"))
+    with serving(tmp_path, runs=False) as served:
+        assert not served.engine.requests
+
+
+def test_an_answer_that_has_ended_is_read_again_whatever_its_weights(tmp_path: Path) -> None:
+    with serving(tmp_path) as served:
+        served.engine.weight_version = "7"
+        whole = send(served, **UNSTREAMED).json()
+    with serving(tmp_path) as served:
+        assert send(served, **UNSTREAMED).json() == whole
+        assert not served.engine.requests
+
+
 SCRIPT = """
 import sys
 from octavo.config import ServeConfig

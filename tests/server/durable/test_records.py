@@ -119,6 +119,13 @@ def test_what_cannot_be_read_of_a_request_is_left_out(tmp_path: Path) -> None:
         assert (request.head.number, request._live.outputs) == (FIRST + 1, [])
 
 
+def test_a_request_of_a_journal_without_versions_has_the_first_weights(tmp_path: Path) -> None:
+    [begun] = msgspec.msgpack.decode(encode([(HEAD, BEGIN)]))
+    assert begun[1].pop() == "default"
+    (found,), damage = read(tmp_path, [msgspec.msgpack.encode([begun])])
+    assert (found.head, damage.records) == (HEAD, 0)
+
+
 def test_prompts_that_are_not_there_make_a_record_unreadable() -> None:
     record = msgspec.msgpack.decode(msgspec.msgpack.encode(BEGIN))
     record[record.index([0, 1])] = [0, 2]
