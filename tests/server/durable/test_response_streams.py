@@ -108,7 +108,7 @@ from tests.server.fake_engine import VOCAB
 from tests.server.in_process import byte_tokenizer
 serving.with_local_model = lambda config: config
 tokenizer.load_tokenizer = lambda path: byte_tokenizer(words=tuple(f"w{i}" for i in range(VOCAB)))
-model = '{"step_seconds": 0.003}'
+model = '{"step_seconds": 0.015}'  # so that a slow client still meets a batch that has not ended
 settings = {"model": model, "port": 0, "journal": sys.argv[1] + "/journal", "state_dir": sys.argv[1] + "/state"}
 sys.exit(serving.run(ServeConfig.from_flat(settings), forked()))
 """
