@@ -42,7 +42,7 @@ class DataParallelEngine(SeveralEngines):
         size = config.server.data_parallel_size
         own = dataclasses.replace(config, cache=dataclasses.replace(config.cache, enable_kv_events=False))
         environments = environments_of(config.model.device, size, config.model.num_ranks)
-        self.engines = [AsyncEngine(own, argv, rank, environment) for rank, environment in enumerate(environments)]
+        super().__init__([AsyncEngine(own, argv, rank, each) for rank, each in enumerate(environments)])
         self.metrics: Metrics = FleetMetrics(
             self.engines[0].metrics.model_name, [each.metrics for each in self.engines]
         )
@@ -82,10 +82,6 @@ class DataParallelEngine(SeveralEngines):
     def resume(self) -> None:
         for engine in self.engines:
             engine.resume()
-
-    async def update_weights(self, model: str, version: str, mode: SleepMode = "keep") -> None:
-        """Update all engines, as ``AsyncEngine.update_weights`` does."""
-        await asyncio.gather(*(engine.update_weights(model, version, mode) for engine in self.engines))
 
     async def order_sessions(self, order: SessionOrder) -> SessionReport:
         """Ask all engines; a session that was moved is of several."""

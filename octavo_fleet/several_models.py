@@ -74,7 +74,7 @@ class ModelGroup(SeveralEngines):
     def __init__(self, configs: Sequence[ServeConfig], argv: list[str] | None = None) -> None:
         """Raises ``ConfigError`` for settings that are for a server of one model."""
         check_several(configs)
-        self.engines = [AsyncEngine(config, argv) for config in configs]
+        super().__init__([AsyncEngine(config, argv) for config in configs])
         self._names = [served_model_names(config)[0] for config in configs]
         budget = configs[0].server.models_memory_budget
         self._budget = None if budget is None else int(budget * GIB)

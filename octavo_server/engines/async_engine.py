@@ -108,7 +108,7 @@ class AsyncEngine(RequestJournal):
         """Generation of the engine process that has received weights, which are lost with it; 0: none has."""
         self.has_received = False
         """Whether tensors were received that ``take_weights`` would take."""
-        self._num_received = 0
+        self.num_received = 0
         self._update_error = ""
         """Why the last update's weights could not be loaded."""
         self._holds_new = False
@@ -224,6 +224,11 @@ class AsyncEngine(RequestJournal):
         if self.sleep_level and self._live:
             self.on_wanted()
 
+    @property
+    def weights_folder(self) -> tuple[str, str]:
+        """What the next engine process loads, and the version of that."""
+        return self._engine_settings["model"], self._folder_version
+
     async def update_weights(self, model: str, version: str, mode: SleepMode = "keep") -> None:
         """Serve the weights of another folder with the same configuration, as ``version``.
 
@@ -278,12 +283,12 @@ class AsyncEngine(RequestJournal):
         As ``update_weights``, but the next engine process has the weights of the folder again.
         """
         async with self._changing_weights:
-            version = version or str(self._num_received + 1)
+            version = version or str(self.num_received + 1)
             error = await self._change_in_place(TakeWeights(), version, mode)
             if error:
                 raise InvalidParameter("update_info", f"These weights cannot be taken: {error}")
             self._holder, self.has_received = self._supervisor.generation, False
-            self._num_received += 1
+            self.num_received += 1
             return version
 
     async def _change_in_place(self, order: TakeWeights, version: str, mode: SleepMode) -> str:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
+from collections.abc import Awaitable, Callable, Iterable
 
 import msgspec
 
+from octavo.errors import RequestFailed
 from octavo.types import DropTensors, JoinGroup, ReceiveTensors
 from octavo_server.engines.async_engine import AsyncEngine
 from octavo_server.engines.engine_client import SleepMode
@@ -15,7 +17,9 @@ from octavo_server.engines.engine_client import SleepMode
 class SeveralEngines:
     """Engines behind one HTTP server."""
 
-    engines: list[AsyncEngine]
+    def __init__(self, engines: list[AsyncEngine]) -> None:
+        self.engines = engines
+        self._changing_weights = asyncio.Lock()
 
     async def start(self) -> None:
         """Start all engine processes; raises the first one's error."""
@@ -42,9 +46,39 @@ class SeveralEngines:
         every = await asyncio.gather(*(engine.weight_checksums() for engine in self.engines))
         return {f"dp={i}/{name}": digest for i, own in enumerate(every) for name, digest in own.items()}
 
+    async def update_weights(self, model: str, version: str, mode: SleepMode = "keep") -> None:
+        """Update all engines, as ``AsyncEngine.update_weights`` does, or none: see ``_change_weights``."""
+        await self._change_weights(lambda engine: engine.update_weights(model, version, mode))
+
     async def take_weights(self, version: str | None, mode: SleepMode = "keep") -> str:
-        """Have all engines serve the weights that they received, as ``AsyncEngine.take_weights`` does."""
-        return (await asyncio.gather(*(engine.take_weights(version, mode) for engine in self.engines)))[0]
+        """Have all engines serve the weights that they received, as ``AsyncEngine.take_weights`` does, or none."""
+        version = version or str(1 + max(engine.num_received for engine in self.engines))
+        await self._change_weights(lambda engine: engine.take_weights(version, mode))
+        return version
+
+    async def _change_weights(self, change: Callable[[AsyncEngine], Awaitable[object]]) -> None:
+        """Have all engines change their weights, and wait for all; if only some can, all go back to their folder.
+
+        Raises the first error, and ``RequestFailed`` with the versions of all if one cannot go back.
+        """
+        async with self._changing_weights:
+            folders = [engine.weights_folder for engine in self.engines]
+            errors = await _errors(change(engine) for engine in self.engines)
+            failed = [error for error in errors if error is not None]
+            if not failed:
+                return
+            if len(failed) < len(errors):
+                # What an engine keeps of a broadcast has no folder, so those that failed give it up, too.
+                back = await _errors(
+                    engine.update_weights(*folder)
+                    for engine, folder, error in zip(self.engines, folders, errors, strict=True)
+                    if error is None or engine.weight_version != folder[1]
+                )
+                if any(error is not None for error in back):
+                    versions = ", ".join(engine.weight_version for engine in self.engines)
+                    message = f"{failed[0]} The engines now have different weights, which are, in order: {versions}."
+                    raise RequestFailed(message) from failed[0]
+            raise failed[0]
 
     @property
     def failure(self) -> str | None:
@@ -64,3 +98,9 @@ class SeveralEngines:
     def live_owners(self) -> Counter[str]:
         """Number of live requests by API key."""
         return sum((engine.live_owners for engine in self.engines), Counter())
+
+
+async def _errors(tasks: Iterable[Awaitable[object]]) -> list[BaseException | None]:
+    """Wait for all; their errors, in order."""
+    results = await asyncio.gather(*tasks, return_exceptions=True)
+    return [result if isinstance(result, BaseException) else None for result in results]

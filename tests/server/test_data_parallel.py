@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import os
 from collections.abc import AsyncIterator
@@ -12,12 +13,14 @@ from pathlib import Path
 import pytest
 
 from octavo.config import ServeConfig
-from octavo.errors import ConfigError
+from octavo.errors import ConfigError, InvalidParameter, RequestFailed
 from octavo.sampling_params import SamplingParams
 from octavo.telemetry.cache_view import SessionOrder
 from octavo.types import JoinGroup, ReceiveTensors, Request
 from octavo_fleet import data_parallel
 from octavo_fleet.data_parallel import DataParallelEngine, environments_of
+from octavo_server.engines.async_engine import AsyncEngine
+from octavo_server.engines.engine_client import SleepMode
 from tests.oracle import expected_output
 from tests.server.child_engine import SLOW, Recorder, finish, kill, until
 from tests.server.fake_engine import VOCAB, expected
@@ -129,16 +132,96 @@ def test_cores_and_gpus_are_shared_out(monkeypatch: pytest.MonkeyPatch, tmp_path
     assert environments_of("auto", 2, 2) == shares
 
 
+IN_PLACE = {**SLOW, "changes_weights": True}
+BAD = json.dumps({**IN_PLACE, "start_error": "CheckpointError"})
+
+
+@asynccontextmanager
+async def two_engines() -> AsyncIterator[DataParallelEngine]:
+    config = ServeConfig.from_flat({"model": json.dumps(IN_PLACE), "data_parallel_size": 2})
+    engine = DataParallelEngine(config, forked())
+    await engine.start()
+    try:
+        yield engine
+    finally:
+        await engine.stop(0)
+
+
+async def weights_of(engine: DataParallelEngine) -> list[tuple[str, str]]:
+    """The version of each engine's weights, and the weights."""
+    sums = await engine.weight_checksums()
+    return [(each.weight_version, sums[f"dp={i}/tp=0:knobs"]) for i, each in enumerate(engine.engines)]
+
+
+def fail_update(engine: AsyncEngine, patch: pytest.MonkeyPatch, number: int) -> None:
+    """Give an engine a checkpoint that cannot be loaded in its update of this number."""
+    update, numbers = engine.update_weights, itertools.count()
+
+    async def update_or_fail(model: str, version: str, mode: SleepMode = "keep") -> None:
+        await update(BAD if next(numbers) == number else model, version, mode)
+
+    patch.setattr(engine, "update_weights", update_or_fail)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("failing", [0, 1])
+def test_an_update_that_one_engine_refuses_is_no_engines(failing: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def main() -> None:
+        async with two_engines() as engine:
+            await engine.update_weights(json.dumps({**IN_PLACE, "weights": 5}), "5")
+            fail_update(engine.engines[failing], monkeypatch, 0)
+            stream = send(engine, [7], max_tokens=5)
+            with pytest.raises(InvalidParameter, match="layer 3 is missing"):
+                await engine.update_weights(json.dumps({**IN_PLACE, "weights": 6}), "6")
+            assert await weights_of(engine) == [("5", "5")] * 2
+            await finish([stream])
+            await engine.update_weights(json.dumps({**IN_PLACE, "weights": 7}), "7")
+            assert await weights_of(engine) == [("7", "7")] * 2
+
+    asyncio.run(main())
+
+
+@pytest.mark.slow
+def test_an_engine_that_cannot_go_back_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def main() -> None:
+        async with two_engines() as engine:
+            fail_update(engine.engines[0], monkeypatch, 1)
+            fail_update(engine.engines[1], monkeypatch, 0)
+            with pytest.raises(RequestFailed, match=r"layer 3 is missing.* in order: 6, default\."):
+                await engine.update_weights(json.dumps({**IN_PLACE, "weights": 6}), "6")
+            assert await weights_of(engine) == [("6", "6"), ("default", "0")]
+
+    asyncio.run(main())
+
+
+@pytest.mark.slow
+def test_a_broadcast_that_one_engine_does_not_take_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All have those of the folder then, as the earlier broadcast cannot be written again."""
+
+    async def refuse(version: str | None, mode: SleepMode = "keep") -> str:
+        raise InvalidParameter("update_info", "a tensor is missing")
+
+    async def main() -> None:
+        async with two_engines() as engine:
+            assert await engine.take_weights(None) == "1"
+            assert await weights_of(engine) == [("1", "1")] * 2
+            with monkeypatch.context() as patch:
+                patch.setattr(engine.engines[1], "take_weights", refuse)
+                with pytest.raises(InvalidParameter, match="a tensor is missing"):
+                    await engine.take_weights(None)
+            assert await weights_of(engine) == [("default", "0")] * 2
+            assert await engine.take_weights(None) == "3"
+            assert await weights_of(engine) == [("3", "1")] * 2
+
+    asyncio.run(main())
+
+
 @pytest.mark.slow
 def test_answers_name_the_weights_of_the_engine_that_computes_them() -> None:
     """An engine that dies loses what was broadcast, and the others do not."""
 
     async def main() -> None:
-        model = json.dumps({**SLOW, "changes_weights": True})
-        config = ServeConfig.from_flat({"model": model, "data_parallel_size": 2})
-        engine = DataParallelEngine(config, forked())
-        await engine.start()
-        try:
+        async with two_engines() as engine:
             await engine.order_weights(JoinGroup("127.0.0.1", 1, 1, 3, "gloo"))
             await engine.order_weights(ReceiveTensors(["a"], ["float32"], [(1,)]))
             assert await engine.take_weights("1") == "1"
@@ -153,7 +236,5 @@ def test_answers_name_the_weights_of_the_engine_that_computes_them() -> None:
                 by = 0 if "default" in version else 1
                 assert recorder.tokens == [(token + by) % VOCAB for token in expected(request)]
             assert sum(recorder.weights == [("default", 0)] for _, recorder in streams) == 3
-        finally:
-            await engine.stop(0)
 
     asyncio.run(main())
