@@ -166,7 +166,7 @@ class Outliving:
     def _files(self) -> list[Path]:
         """Those of all blocks."""
         with contextlib.closing(sqlite3.connect(self._folder / INDEX)) as index:
-            names = [key.hex() for (key,) in index.execute("SELECT key FROM blocks")]
+            names = [key.hex() for (key,) in index.execute("SELECT key FROM blocks WHERE size >= 0")]
         return [self._folder / name[:2] / name for name in names]
 
 

@@ -45,6 +45,11 @@ WAIT_SECONDS = 5.0
 KEY_BYTES = 32
 MAX_PATHS = 1024
 INDEX = "index.sqlite"
+KEEP_LAST_ROW = """
+INSERT OR REPLACE INTO blocks SELECT x'', -1 FROM blocks WHERE key = ? AND rowid = (SELECT max(rowid) FROM blocks)
+"""
+"""Before a key's row is deleted: if it is the last, add one of no block, as SQLite gives the id after the largest, and
+other processes look for ids above the last that they know."""
 _PART = re.compile("[0-9a-f]{2}")
 """Name of a subfolder: the first two hex digits of the names of its files."""
 
@@ -262,6 +267,7 @@ class DiskTier:
             self.num_bad += is_bad
         try:
             self._path(name).unlink(missing_ok=True)
+            self._index.execute(KEEP_LAST_ROW, (name,))
             self._index.execute("DELETE FROM blocks WHERE key = ?", (name,))
         except (OSError, sqlite3.Error):
             self.num_bad += 1

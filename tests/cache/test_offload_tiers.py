@@ -229,6 +229,26 @@ def test_nobody_but_writers_waits_for_another_process_with_the_index(
     tier.close()
 
 
+def test_another_process_learns_of_all_blocks_also_when_the_last_was_given_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(offload_tiers, "REFRESH_SECONDS", 0.0)
+    reader, writer = DiskTier(tmp_path, 1000), DiskTier(tmp_path, 1000)
+    for number in range(1, 9):
+        writer.put(key(number), content(number))
+        reader.refresh()
+        assert key(number) in reader
+        writer._path(offload_tiers._name_of(key(number))).unlink()
+        assert writer.get(key(number)) is None
+        if number % 3 == 0:
+            writer.close()
+            writer = DiskTier(tmp_path, 1000)
+    assert writer.num_bytes == 0
+    assert not any(key(number) in writer for number in range(1, 9))
+    reader.close()
+    writer.close()
+
+
 def test_what_the_index_cannot_take_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(offload_tiers, "WAIT_SECONDS", 0.0)
     tier = DiskTier(tmp_path, 1000)
