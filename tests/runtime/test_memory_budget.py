@@ -329,10 +329,10 @@ def test_the_table_adds_up() -> None:
 def test_free_memory_heeds_the_control_group(tmp_path: Path) -> None:
     assert 0 < memory_budget.free_memory(torch.device("cpu"), 0.9) < math.inf
     assert memory_budget._cgroup_available(tmp_path) is None
-    (tmp_path / "memory_budget.current").write_text("300\n")
-    (tmp_path / "memory_budget.max").write_text("1000\n")
+    (tmp_path / "memory.current").write_text("300\n")
+    (tmp_path / "memory.max").write_text("1000\n")
     assert memory_budget._cgroup_available(tmp_path) == 700
-    (tmp_path / "memory_budget.max").write_text("max\n")
+    (tmp_path / "memory.max").write_text("max\n")
     assert memory_budget._cgroup_available(tmp_path) is None
 
 
