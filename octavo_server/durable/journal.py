@@ -174,13 +174,14 @@ class Journal:
         for number, request in sorted(recovered.items(), key=lambda pair: pair[1].ended_at):
             head = request.head
             self._by_key[head.owner, head.key] = request
-            has_its_weights = request.is_ended or head.weights == self.engine.weight_version
-            if head.fingerprint != self._fingerprint or not has_its_weights:
+            if head.fingerprint != self._fingerprint:
                 unusable.add(number)
                 continue
             try:
                 self._check_adapter(head)
-                request.submit()
+                if not request.submit():
+                    unusable.add(number)
+                    continue
             except Unavailable:  # this server ends already: the next one continues it
                 continue
             except RequestError as error:

@@ -147,16 +147,19 @@ class DurableRequest:
         prompts = sum(len(request.prompt_tokens) for request in self._live.begin.requests)
         return MAX_TOKEN_BYTES * (prompts + self._live.place)
 
-    def submit(self) -> None:
-        """Let the engine compute what is missing. Raises ``RequestError``."""
+    def submit(self) -> bool:
+        """Let the engine compute what is missing, if it has the weights for that; return whether it has, or nothing
+        is missing. Raises ``RequestError``."""
         live = self._live
         if live is None:  # an earlier process ended it
             self._owner.ended(self)
-            return
+            return True
         if any(request.params.stop for request in live.begin.requests):
             self.new_reader().begin(None)  # finds stop strings while no client is connected
         self._end_if_finished()
         engine = self._owner.engine
+        if live.unfinished and self.head.weights != engine.weight_version:
+            return False
         try:
             for index in sorted(live.unfinished):
                 tokens = [token for at, output in live.outputs if at == index for token in output.tokens]
@@ -171,6 +174,7 @@ class DurableRequest:
         except BaseException:
             self._abort_all(live)
             raise
+        return True
 
     # --- the engine's outputs ---
 

@@ -364,12 +364,13 @@ def test_a_request_whose_choices_have_several_weights_does_not_go_on(tmp_path: P
         assert not served.engine.requests
 
 
-def test_an_answer_that_has_ended_is_read_again_whatever_its_weights(tmp_path: Path) -> None:
+@pytest.mark.parametrize("body", [{}, {"stop": "said"}])
+def test_an_answer_that_has_ended_is_read_again_whatever_its_weights(tmp_path: Path, body: dict[str, Any]) -> None:
     with serving(tmp_path) as served:
         served.engine.weight_version = "7"
-        whole = send(served, **UNSTREAMED).json()
+        whole = send(served, **UNSTREAMED, **body).json()
     with serving(tmp_path) as served:
-        assert send(served, **UNSTREAMED).json() == whole
+        assert send(served, **UNSTREAMED, **body).json() == whole
         assert not served.engine.requests
 
 
