@@ -17,17 +17,19 @@ from tests.tiers import nightly_after
 
 pytestmark = [pytest.mark.model, pytest.mark.slow]
 
-LENGTHS = [5, 6, 8, 11, 16, 17, 31, 32, 33, 48, 64, 100, 127, 256, 300, 511, 1100]
+LENGTHS = [33, 5, 8, 6, 11, 16, 17, 31, 32, 48, 64, 100, 127, 256, 300, 511, 1100]
 SHORT = 3, 24
-"""So many prompts, fewer tokens than two chunks of them, and so many tokens of each."""
+"""So many prompts, and so many tokens of each."""
 LONG = len(LENGTHS), 64
+CACHE: dict[str, Any] = {"block_size": 8, "max_num_batched_tokens": 32, "max_num_seqs": 32}
+"""Every prompt with its answer takes several blocks, and the first prompt more than one step."""
 TIE = 1e-3
 """Where the reference's two best logits are closer than this, either token is right."""
 
 
 @pytest.fixture(scope="module")
 def llm(default_model_path: Path) -> Any:
-    with LLM(str(default_model_path), dtype="float32", max_num_batched_tokens=96) as llm:
+    with LLM(str(default_model_path), dtype="float32", **CACHE) as llm:
         yield llm
 
 
