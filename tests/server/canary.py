@@ -69,6 +69,10 @@ class Canary:
                     reports.setdefault(name, []).extend(values)
         return "".join(texts), json.dumps(reports), reason
 
-    def stop(self) -> None:
+    def stop(self, least: int = 0) -> None:
+        """End when there were ``least`` streams, or a minute later."""
+        deadline = time.monotonic() + 60
+        while self.count < least and time.monotonic() < deadline:
+            time.sleep(0.01)
         self._is_over = True
         self._thread.join(60)
