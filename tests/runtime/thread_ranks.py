@@ -123,6 +123,7 @@ class RankThread:
         self.pid = os.getpid()
         connection, memory = (os.dup(descriptor) for descriptor in pass_fds)
         self._is_over = threading.Event()
+        self._socket = socket.socket(fileno=os.dup(connection))
         self._thread = threading.Thread(target=self._run, args=(Connection(connection), memory), daemon=True)
         self._thread.start()
 
@@ -140,9 +141,13 @@ class RankThread:
 
     def kill(self) -> None:
         self._is_over.set()
+        with contextlib.suppress(OSError):  # the other end may be closed
+            self._socket.shutdown(socket.SHUT_RDWR)  # it may wait for a message
 
     def wait(self) -> None:
-        self._thread.join()
+        self._thread.join(60)
+        assert not self._thread.is_alive()
+        self._socket.close()
 
 
 def ranks_as_threads(monkeypatch: pytest.MonkeyPatch) -> None:
