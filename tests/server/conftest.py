@@ -68,6 +68,7 @@ class AppServer:
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
         while not self._server.started:
+            assert self._thread.is_alive(), "the server could not start"
             threading.Event().wait(0.005)
         self.client = httpx.Client(base_url=self.url, timeout=60, verify=False)  # plain HTTP: no certificates to read
 

@@ -15,6 +15,7 @@ import subprocess
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any, NoReturn
@@ -77,6 +78,8 @@ def _run(build: engine_process.Build, fd: int, environment: Mapping[str, str]) -
         os.environ.update(environment)
         sys.argv = ["engine_process", str(fd)]
         engine_process.main(build)
+    except BaseException:
+        traceback.print_exc()
     finally:
         os._exit(1)
 
@@ -86,19 +89,25 @@ class ThreadedEngine:
 
     def __init__(self, fd: int) -> None:
         self.pid = os.getpid()
-        self._channel = engine_process.EngineChannel(socket.socket(fileno=os.dup(fd)))
+        self._socket = socket.socket(fileno=os.dup(fd))
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
     def _run(self) -> None:
         from octavo.build.build_engine import build_engine
 
-        start = self._channel.receive(wait=True)[0]
-        assert isinstance(start, wire.Start)
-        engine, info = build_engine(EngineConfig.from_flat(start.config))
-        self._channel.send(wire.Ready(start.generation, info))
-        with contextlib.suppress(engine_process.FrontGone), contextlib.closing(engine):
-            engine_process.EngineLoop(engine, self._channel, start.generation).run()
+        channel = engine_process.EngineChannel(self._socket)
+        with self._socket, contextlib.suppress(engine_process.FrontGone):
+            start = channel.receive(wait=True)[0]
+            assert isinstance(start, wire.Start)
+            try:
+                engine, info = build_engine(EngineConfig.from_flat(start.config))
+            except Exception as error:
+                channel.send(wire.BuildFailed(start.generation, type(error).__name__, str(error)))
+                return
+            with contextlib.closing(engine):
+                channel.send(wire.Ready(start.generation, info))
+                engine_process.EngineLoop(engine, channel, start.generation).run()
 
     def poll(self) -> int | None:
         return None if self._thread.is_alive() else 0
