@@ -110,7 +110,7 @@ class ShapeRecorder(Outline):
     """Notes the shapes of the tensors that a model asks for."""
 
     def __init__(self, checkpoint: DummyCheckpoint) -> None:
-        super().__init__(checkpoint, leave_out=frozenset())
+        super().__init__(checkpoint)
         self.shapes: dict[str, tuple[int, ...]] = {}
 
     def load(self, name: str, shape: tuple[int, ...]) -> Part:

@@ -131,7 +131,7 @@ def _check(config: EngineConfig) -> int:
         loaded, lines = backend.load_model(model), list(backend.describe(model))
     else:
         loaded = outline(model, checkpoint, form, config.model.tensor_parallel_size)
-        check_copy(model, checkpoint, form.dtype)
+        check_copy(loaded.copy, checkpoint, form.dtype)
         lines = list(describe(model, loaded, checkpoint))
     if isinstance(model, EncoderConfig):
         limits = encoder_limits(config, path, model, device)

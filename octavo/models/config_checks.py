@@ -14,13 +14,14 @@ from octavo.errors import CheckpointError
 from octavo.models.meta_model import outline
 from octavo.models.model_config import ModelConfig
 from octavo.models.multimodal_text import TextPart
-from octavo.quant.checkpoint_tensors import TensorSource, check_equal
+from octavo.quant.checkpoint_tensors import HeadCopy, TensorSource, check_equal
 from octavo.quant.stored.stored_weight import WeightFormat
 from octavo.weights.checkpoint import Checkpoint
 from octavo.weights.generation_config import token_ids
 from octavo.weights.safetensors import FLOATS
 
 GIB = 1 << 30
+ROWS_AT_ONCE = 4096
 _LAYER = re.compile(r"(?:^|\.)(?:layers?|h|blocks)\.(\d+)\.")
 _EMBEDDINGS = re.compile(r"(?:^|\.)(?:embed_tokens|wte|word_embeddings)\.weight$")
 _GPT2 = {"num_layers": "n_layer", "hidden_size": "n_embd"}
@@ -66,19 +67,20 @@ def _check_heads(config: ModelConfig, source: TensorSource) -> None:
             raise CheckpointError(f"config: {sizes}, but tensor {found} has shape {list(shape)}")
 
 
-def check_copy(config: ModelConfig, source: TensorSource, dtype: torch.dtype) -> None:
+def check_copy(copy: HeadCopy | None, source: TensorSource, dtype: torch.dtype) -> None:
     """Compare a stored head with the embedding that it is tied to, as loading does; one that is packed is passed over.
 
     Raises ``CheckpointError``.
     """
-    part = TextPart(source)
-    names = sorted(name for name in part.names() if _EMBEDDINGS.search(name) or name == "lm_head.weight")
-    if not config.has_head or not config.tie_word_embeddings or len(names) != 2 or "lm_head.weight" not in names:
+    stored = [] if copy is None else [source.describe(name) for name in copy.names]
+    if copy is None or any(kind not in FLOATS for kind, _ in stored):
         return
-    stored = [part.describe(name) for name in names]
-    if all(kind in FLOATS for kind, _ in stored):
-        tables = (part.load(name, shape) for name, (_, shape) in zip(names, stored, strict=True))
-        check_equal("lm_head", *(table.to(dtype) for table in tables if isinstance(table, Tensor)))
+    own_VD, table_VD = (source.load(name, shape) for name, (_, shape) in zip(copy.names, stored, strict=True))
+    assert isinstance(own_VD, Tensor)
+    assert isinstance(table_VD, Tensor)
+    for start in range(0, len(own_VD), ROWS_AT_ONCE):  # whole tables would be copied: gigabytes
+        rows = slice(start, start + ROWS_AT_ONCE)
+        check_equal(copy.module, own_VD[rows].to(dtype), table_VD[rows].to(dtype))
 
 
 def _differs(config: ModelConfig, field: str, found: str) -> CheckpointError:

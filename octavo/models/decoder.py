@@ -143,7 +143,7 @@ class Decoder:
         self.norm = self.last_norm(config, weights)
         if config.logit_scale != 1.0:
             self.norm.weight_D = (self.norm.weight_D.float() * config.logit_scale).to(weights.form.dtype)
-        tied = self.embedding if config.tie_word_embeddings else None
+        tied = (names.embedding, self.embedding) if config.tie_word_embeddings else None
         self.head = weights.head(names.head, shape, tied, config.has_head_bias)
 
     def last_norm(self, config: DecoderConfig, weights: WeightLoader) -> Norm:

@@ -239,7 +239,8 @@ class Encoder:
         dense = weights.replicated(part.dense, D, D, True)
         norm = weights.stream_norm(part.norm, D, config.norm_eps, config.norm)
         shape = config.vocab_size, D
-        out = weights.head(part.out, shape, self.embedding if config.tie_word_embeddings else None, has_bias=True)
+        tied = (config.names.embedding, self.embedding) if config.tie_word_embeddings else None
+        out = weights.head(part.out, shape, tied, has_bias=True)
         return LabelHead(part, dense, norm, out)
 
     def forward(self, texts: PackedTexts) -> Tensor:

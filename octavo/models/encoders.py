@@ -19,7 +19,7 @@ from octavo.models.nomic_bert import GteModel, NomicBertModel
 from octavo.models.t5 import T5EncoderModel
 from octavo.ops.dispatch import REFERENCE
 from octavo.ops.linear.sliced_linear import SlicedValues, sliced_linear
-from octavo.quant.checkpoint_tensors import Renamed, TensorSource
+from octavo.quant.checkpoint_tensors import HeadCopy, Renamed, TensorSource
 from octavo.quant.stored.stored_weight import DenseWeight, LinearWeight, PackedWeight, WeightFormat
 
 FAMILIES: dict[str, type[Encoder]] = {
@@ -73,6 +73,8 @@ class LoadedEncoder(NamedTuple):
     """Bytes of the weights, by the format of their numbers."""
     maps: Mapping[str, MapPart]
     """The linear maps, by their names with and without what precedes those of a checkpoint with a head."""
+    copy: HeadCopy | None
+    """See ``WeightLoader``."""
 
     @property
     def num_bytes(self) -> int:
@@ -101,7 +103,7 @@ def load_encoder(
     root = config.root
     maps = {root + name.removeprefix(root): part for name, part in weights.maps.items()} | weights.maps
     maps |= {name.removeprefix(root): part for name, part in weights.maps.items()}
-    return LoadedEncoder(model, weights.num_parameters, sizes, maps)
+    return LoadedEncoder(model, weights.num_parameters, sizes, maps, weights.copy)
 
 
 MOST_SLICED = (2**31 - 1) // (3 * 127 * 127)

@@ -35,7 +35,7 @@ from octavo.ops.collective import SINGLE_RANK, Collective
 from octavo.ops.moe import ExpertActivation, has_gates
 from octavo.plugins import CPU
 from octavo.quant.cache_scales import read_cache_scales
-from octavo.quant.checkpoint_tensors import Tensors, TensorSource, check_equal
+from octavo.quant.checkpoint_tensors import HeadCopy, Tensors, TensorSource, check_equal
 from octavo.quant.formats.online_quantization import quantized, quantized_head, return_memory
 from octavo.quant.formats.plain import PLAIN
 from octavo.quant.methods import QuantMethod
@@ -97,6 +97,8 @@ class WeightLoader:
         """All linear maps loaded so far, by their names in the checkpoint."""
         self.mixtures: list[ParallelMixture] = []
         """Those of which this device holds whole experts."""
+        self.copy: HeadCopy | None = None
+        """A head without content on the "meta" device, which is still to be compared with the embedding."""
         self.num_parameters = 0
         self.bytes_by_format: Counter[str] = Counter()
         """Bytes of the weights loaded so far, by the format of their numbers."""
@@ -379,26 +381,27 @@ class WeightLoader:
         return Embedding(DenseWeight(self.matrix(name, count, hidden_size)))
 
     def head(
-        self, name: str, shape: tuple[int, int], embedding: Embedding | None = None, has_bias: bool = False
+        self, name: str, shape: tuple[int, int], tied: tuple[str, Embedding] | None = None, has_bias: bool = False
     ) -> Linear:
-        """The map from hidden states to logits, of shape [V, D]: separate, or tied to the embedding if that is given.
-
-        If tied, a checkpoint may still contain a copy, which must equal the embedding.
-        """
+        """The map from hidden states to logits, of shape [V, D]: separate, or tied to the embedding of a name, of
+        which a checkpoint may still contain a copy: see ``copy``."""
         bias_V = None
         if has_bias:
             column = self._shard.vocabulary(DenseStored((self._numbers(f"{name}.bias", (shape[0],)).unsqueeze(1),)))
             bias_V = self._counted(column.dense(self.form).squeeze(1))
-        if embedding is None:
+        if tied is None:
             rows = MatrixRows(name, [Section(shape[0], shape[0])])
             return self._made([(rows, self._shard.vocabulary(self._head_stored(name, shape)))], bias_V)
+        table, embedding = tied
         if self.tensors.has(f"{name}.weight"):
-            own_VD = self._shard.vocabulary(self._head_stored(name, shape)).dense(self.form)
+            own = self._shard.vocabulary(self._head_stored(name, shape))
             self.num_parameters -= math.prod(shape)
-            table_VD = embedding.weight.dense_NK
-            if table_VD is None:
-                table_VD = embedding.weight.rows(torch.arange(len(own_VD)))
-            check_equal(name, own_VD, table_VD)
+            if self.form.device.type == "meta":
+                self.copy = self.tensors.copy(name, table)
+            else:
+                rows_VD = embedding.weight.dense_NK
+                rows_VD = embedding.weight.rows(torch.arange(own.shape[0])) if rows_VD is None else rows_VD
+                check_equal(name, own.dense(self.form), rows_VD)
         return Linear([embedding.weight], bias_V)
 
     # Experts: each is sharded like a feed-forward layer, or each rank has some whole ones.

@@ -25,16 +25,15 @@ from octavo.weights.safetensors import DTYPES
 class Outline:
     """A checkpoint whose tensors have names, types and shapes but no content."""
 
-    def __init__(self, checkpoint: TensorSource, leave_out: frozenset[str] = frozenset()) -> None:
+    def __init__(self, checkpoint: TensorSource) -> None:
         self._checkpoint = checkpoint
-        self._leave_out = leave_out
 
     @property
     def is_dummy(self) -> bool:
         return self._checkpoint.is_dummy
 
     def names(self) -> set[str]:
-        return self._checkpoint.names() - self._leave_out
+        return self._checkpoint.names()
 
     def describe(self, name: str) -> tuple[str, tuple[int, ...]]:
         return self._checkpoint.describe(name)
@@ -69,14 +68,12 @@ def outline(
     """The model with "meta" weights that are packed as those on the format's device are, or what the first rank holds
     of it.
 
-    Raises ``CheckpointError`` as loading would.
+    Raises ``CheckpointError`` as loading would, but for what ``check_copy`` finds.
     """
     form = outlined(form)
     if isinstance(config, EncoderConfig):
         return load_encoder(config, Outline(checkpoint), form)
-    copies = frozenset({"lm_head.weight"} if config.tie_word_embeddings else ())  # content: ``check_copy``
-    source = Outline(checkpoint, copies & checkpoint.names())
-    return load_model(config, source, form, collective=FirstOf(num_ranks))
+    return load_model(config, Outline(checkpoint), form, collective=FirstOf(num_ranks))
 
 
 def largest_stage(

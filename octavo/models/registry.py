@@ -30,7 +30,7 @@ from octavo.models.multimodal_text import TEXT_PARTS, TextPart, text_config
 from octavo.models.parts import DecoderConfig
 from octavo.ops.attention.attention import KVScales, LayerCache, PagedRows
 from octavo.ops.collective import SINGLE_RANK, Collective
-from octavo.quant.checkpoint_tensors import Renamed, TensorSource
+from octavo.quant.checkpoint_tensors import HeadCopy, Renamed, TensorSource
 from octavo.quant.methods import read_method
 from octavo.quant.stored.shard import Shard
 from octavo.quant.stored.stored_weight import WeightFormat
@@ -123,6 +123,8 @@ class LoadedModel(NamedTuple):
     """The classification head, if the checkpoint has one."""
     mixtures: Sequence[ParallelMixture] = ()
     """The mixtures of which this device holds whole experts."""
+    copy: HeadCopy | None = None
+    """See ``WeightLoader``."""
 
     @property
     def num_bytes(self) -> int:
@@ -230,6 +232,7 @@ def load_model(
         kept=weights.kept,
         labels=labels,
         mixtures=weights.mixtures,
+        copy=weights.copy,
     )
 
 

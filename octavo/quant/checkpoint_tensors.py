@@ -7,7 +7,7 @@ import math
 import re
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -49,21 +49,30 @@ class Renamed:
 
     def __init__(self, source: TensorSource, stored: Mapping[str, str]) -> None:
         """``stored``: the name in the checkpoint of each name."""
-        self._source = source
-        self._stored = stored
+        self.source = source
+        self.stored = stored
 
     @property
     def is_dummy(self) -> bool:
-        return self._source.is_dummy
+        return self.source.is_dummy
 
     def names(self) -> set[str]:
-        return set(self._stored)
+        return set(self.stored)
 
     def describe(self, name: str) -> tuple[str, tuple[int, ...]]:
-        return self._source.describe(self._stored.get(name, name))
+        return self.source.describe(self.stored.get(name, name))
 
     def load(self, name: str, shape: tuple[int, ...]) -> Part:
-        return self._source.load(self._stored.get(name, name), shape)
+        return self.source.load(self.stored.get(name, name), shape)
+
+
+class HeadCopy(NamedTuple):
+    """A head that the checkpoint stores although it is tied to the embedding."""
+
+    module: str
+    """Its name in the model."""
+    names: tuple[str, str]
+    """Names of its tensor and of the embedding's in the checkpoint."""
 
 
 def check_equal(name: str, own_VD: Tensor, table_VD: Tensor) -> None:
@@ -99,6 +108,18 @@ class Tensors:
     def has_module(self, name: str) -> bool:
         """Whether the checkpoint has tensors of this module."""
         return has_module(self.names, name)
+
+    def copy(self, module: str, table: str) -> HeadCopy | None:
+        """The head of a module, as a copy of the module ``table``, if that is one tensor."""
+        if not self.has(f"{table}.weight"):
+            return None
+        return HeadCopy(module, (self._stored_name(f"{module}.weight"), self._stored_name(f"{table}.weight")))
+
+    def _stored_name(self, name: str) -> str:
+        source = self._source
+        while isinstance(source, Renamed):
+            name, source = source.stored.get(name, name), source.source
+        return name
 
     def names_of(self, module: str) -> tuple[str, ...]:
         """The names by which a ``quantization_config`` may mean this module: its own first, then its aliases."""

@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from octavo import LLM
 from octavo.cli import main
+from octavo.errors import CheckpointError
 from octavo.models.encoders import BIDIRECTIONAL, CLASSES, ENCODERS, FAMILIES
 from octavo.models.features import LAYER, features
 from octavo.models.meta_model import outline
@@ -134,6 +135,42 @@ def test_windows_are_shown(row: str, layers: str, tmp_path: Path, capsys: pytest
     model = make_checkpoint(tmp_path, row)
     assert main(["models", str(tmp_path), "--device", "cpu", "--num-kv-blocks", "40", "--block-size", "16"]) == 0
     assert f"{layers} a window: keys and values of {model.config.sliding_window} positions" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("row", "head", "table", "flags"),
+    [
+        ("llama/one_kv_head_tied", "lm_head", "model.embed_tokens", FITTING),
+        ("gpt_neox/parallel", "embed_out", "gpt_neox.embed_in", FITTING),
+        (
+            "Bert/ForMaskedLM",
+            "cls.predictions.decoder",
+            "bert.embeddings.word_embeddings",
+            ["--device", "cpu", "--pooling-type", "splade"],
+        ),
+    ],
+)
+def test_a_stored_copy_of_a_tied_head_is_compared(
+    row: str, head: str, table: str, flags: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As at a start, whatever it is called."""
+    if row in ROWS:
+        make_checkpoint(tmp_path, row, tie_word_embeddings=True)
+    else:
+        make_encoder(tmp_path, row)
+    tensors = load_file(tmp_path / "model.safetensors")
+    assert f"{head}.weight" not in tensors
+    tensors[f"{head}.weight"] = tensors[f"{table}.weight"].clone()
+    save_file(tensors, tmp_path / "model.safetensors")
+    assert main(["models", str(tmp_path), *flags]) == 0
+    tensors[f"{head}.weight"][-1, -1] += 1
+    save_file(tensors, tmp_path / "model.safetensors")
+    assert main(["models", str(tmp_path), *flags]) == 2
+    refused = capsys.readouterr().err
+    assert f"{head}.weight differs from the embedding" in refused
+    with pytest.raises(CheckpointError, match="differs from the embedding") as error:
+        LLM(tmp_path, device="cpu", **({"pooling_type": "splade"} if row not in ROWS else {}))
+    assert str(error.value) in refused
 
 
 @pytest.mark.parametrize(("num_parts", "num_tokens"), [(1, 16384), (2, 32768)])

@@ -262,7 +262,7 @@ def test_random_weights_without_data_take_no_arithmetic(case: str) -> None:
     method = read_method(DUMMIES[case][0].config)
     source = DummyCheckpoint({}, {}, seed=0)
     with Counted():
-        made = method.matrix(NAME, (256, 256), Tensors(Outline(source, frozenset())), False)
+        made = method.matrix(NAME, (256, 256), Tensors(Outline(source)), False)
     assert Counted.names <= {"empty", "full", "ones_like", "_to_copy", "fill_"}
     like = method.matrix(NAME, (256, 256), Tensors(source), False)
     found = [[(v.shape, v.dtype) for v in vars(one).values() if isinstance(v, Tensor)] for one in (made, like)]
