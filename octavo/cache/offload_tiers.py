@@ -154,6 +154,8 @@ class DiskTier:
         except (OSError, sqlite3.Error) as error:
             raise ConfigError(f"kv_offload_dir: {folder} cannot be used: {error}") from None
         self._sizes: OrderedDict[bytes, int] = OrderedDict()
+        self._bad: set[bytes] = set()
+        """Names of files that are missing or damaged: readers don't wait for the index, so writers remove them."""
         self.num_bytes = 0
         self._last_row = 0
         self._next_refresh = 0.0
@@ -172,13 +174,14 @@ class DiskTier:
             stored = memoryview(b"")
         content = stored[CHECKSUM_BYTES:]
         is_valid = stored[:CHECKSUM_BYTES] == checksum(key, content)
-        if not is_valid:
-            with self._writing:
-                self._forget(name, is_bad=True)
-            return None
         with self._lock:
             if name not in self._sizes:
                 return None  # it was given up meanwhile
+            if not is_valid:
+                self.num_bytes -= self._sizes.pop(name)
+                self.num_bad += 1
+                self._bad.add(name)
+                return None
             self._sizes.move_to_end(name)
             return content
 
@@ -189,23 +192,24 @@ class DiskTier:
                 self._sizes.move_to_end(name)
                 return []
         path = self._path(name)
-        unfinished = path.with_suffix(".part")
+        written = path.with_suffix(".part")
         try:
             path.parent.mkdir(FOLDER_MODE, exist_ok=True)
-            write_private(unfinished, checksum(key, content), content)
+            write_private(written, checksum(key, content), content)
             with self._writing:
+                self._remove_bad()  # which may be this one's earlier file
+                written = written.replace(path)  # before the entry, which another process would find to be bad
                 self._index.execute("INSERT OR REPLACE INTO blocks VALUES (?, ?)", (name, len(content)))
-                unfinished.replace(path)  # now that it can be given up
                 with self._lock:
                     self.num_bytes += len(content) - self._sizes.get(name, 0)  # another process may have written it
                     self._sizes[name] = len(content)
-                while (oldest := self._oldest_beyond_capacity()) is not None:
-                    self._forget(oldest)
+                while (oldest := self._pop_beyond_capacity()) is not None:
+                    self._remove(oldest)
         except (OSError, sqlite3.Error):
             with self._lock:
                 self.num_bad += 1
             with contextlib.suppress(OSError):
-                unfinished.unlink(missing_ok=True)
+                written.unlink(missing_ok=True)
         return []
 
     def put_path(self, owner: bytes, name: bytes, keys: list[bytes]) -> None:
@@ -236,7 +240,7 @@ class DiskTier:
         if (now := time.monotonic()) < self._next_refresh:
             return
         self._next_refresh = now + REFRESH_SECONDS
-        is_valid = "typeof(key) = 'blob' AND size BETWEEN 0 AND ?"  # numbers come before all else
+        is_valid = "typeof(key) = 'blob' AND typeof(size) = 'integer' AND size BETWEEN 0 AND ?"  # any type is stored
         select = f"SELECT rowid, key, size FROM blocks WHERE rowid > ? AND {is_valid} ORDER BY rowid"
         with self._lock, contextlib.suppress(sqlite3.Error):
             for row, name, size in self._known.execute(select, (self._last_row, self.capacity)):
@@ -247,30 +251,37 @@ class DiskTier:
 
     def close(self) -> None:
         """Close the index; the tier must not be used afterwards."""
-        with self._writing, self._lock:
-            self._known.close()
-            self._index.close()
+        with self._writing:
+            self._remove_bad()
+            with self._lock:
+                self._known.close()
+                self._index.close()
 
     def _path(self, name: bytes) -> Path:
         return self.folder / name.hex()[:2] / name.hex()
 
-    def _oldest_beyond_capacity(self) -> bytes | None:
+    def _pop_beyond_capacity(self) -> bytes | None:
         with self._lock:
-            return next(iter(self._sizes)) if self.num_bytes > self.capacity else None
+            if self.num_bytes <= self.capacity:
+                return None
+            name, size = self._sizes.popitem(last=False)
+            self.num_bytes -= size
+            return name
 
-    def _forget(self, name: bytes, is_bad: bool = False) -> None:
-        """Give up a file, unless that was done meanwhile; the caller holds ``_writing``."""
-        with self._lock:
-            if name not in self._sizes:
-                return
-            self.num_bytes -= self._sizes.pop(name)
-            self.num_bad += is_bad
+    def _remove_bad(self) -> None:
+        """Remove the files that readers found to be bad; the caller holds ``_writing``."""
+        while self._bad:
+            self._remove(self._bad.pop())
+
+    def _remove(self, name: bytes) -> None:
+        """Remove a file and its entry; the caller holds ``_writing``."""
         try:
             self._path(name).unlink(missing_ok=True)
             self._index.execute(KEEP_LAST_ROW, (name,))
             self._index.execute("DELETE FROM blocks WHERE key = ?", (name,))
         except (OSError, sqlite3.Error):
-            self.num_bad += 1
+            with self._lock:
+                self.num_bad += 1
 
 
 def _name_of(key: bytes) -> bytes:

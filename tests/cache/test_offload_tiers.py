@@ -193,7 +193,9 @@ def test_a_damaged_index_is_begun_anew(tmp_path: Path) -> None:
     assert tier.get(key(1)) == content(1)
 
 
-@pytest.mark.parametrize("row", [(key(2), "x"), (key(2), b"9"), (key(2), -400), (key(2), 10**12), ("x", 9)], ids=repr)
+@pytest.mark.parametrize(
+    "row", [(key(2), "x"), (key(2), b"9"), (key(2), -400), (key(2), 10**12), (key(2), 9.5), ("x", 9)], ids=repr
+)
 def test_a_damaged_row_of_the_index_is_ignored(tmp_path: Path, row: tuple[Any, Any]) -> None:
     tier = DiskTier(tmp_path, 1000)
     tier.put(key(1), content(1))
@@ -211,6 +213,7 @@ def test_nobody_but_writers_waits_for_another_process_with_the_index(
 ) -> None:
     monkeypatch.setattr(offload_tiers, "REFRESH_SECONDS", 0.0)
     tier = DiskTier(tmp_path, 1000)
+    paths = [tier._path(offload_tiers._name_of(key(number))) for number in (1, 2, 3)]
     tier.put(key(1), content(1))
     other = sqlite3.connect(tmp_path / INDEX, isolation_level=None)
     with ThreadPoolExecutor(1) as pool:
@@ -221,11 +224,26 @@ def test_nobody_but_writers_waits_for_another_process_with_the_index(
         tier.refresh()
         assert (key(1) in tier, key(2) in tier, tier.path(key(3))) == (True, False, [])
         assert tier.get(key(1)) == content(1)
+        paths[0].write_bytes(b"damaged")
+        assert (tier.get(key(1)), key(1) in tier, tier.num_bytes, tier.num_bad) == (None, False, 0, 1)
         assert not writing.done()
         other.execute("ROLLBACK")
         writing.result()
     assert tier.get(key(2)) == content(2)
+    tier.put(key(3), content(3))
+    assert files(tmp_path) == sorted(paths[1:])
+    assert other.execute("SELECT count(*) FROM blocks WHERE size >= 0").fetchone() == (2,)
     other.close()
+    tier.close()
+
+
+def test_a_file_is_there_before_other_processes_learn_of_it(tmp_path: Path) -> None:
+    """Else one that reads it in between would take it for missing, and delete its entry."""
+    tier, found = DiskTier(tmp_path, 1000), []
+    path = tier._path(offload_tiers._name_of(key(1)))
+    tier._index.set_trace_callback(lambda statement: found.append("INSERT" in statement and path.exists()))
+    tier.put(key(1), content(1))
+    assert found == [True]
     tier.close()
 
 
