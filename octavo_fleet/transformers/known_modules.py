@@ -9,14 +9,18 @@ Shapes: T rows, D inputs, N outputs, F width of a feed-forward layer.
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import threading
 import types
+from collections import Counter
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from octavo import ops
 from octavo.ops.linear.linear import Activation, Fused
@@ -24,33 +28,48 @@ from octavo_fleet.transformers.paged import AttentionState
 
 GROUPS = (("q_proj", "k_proj", "v_proj"), ("query", "key", "value"), ("wq", "wk", "wv"), ("gate_proj", "up_proj"))
 """Names of linear maps of one input, whose outputs lie side by side."""
-ACTIVATIONS: tuple[Activation, ...] = ("silu", "gelu_tanh", "gelu")
+ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
+    "silu": functional.silu,
+    "gelu_tanh": partial(functional.gelu, approximate="tanh"),
+    "gelu": functional.gelu,
+}
 ROTATION = "apply_rotary_pos_emb"
 """The name by which attention of the library rotates queries and keys."""
 COLUMNS = "octavo_columns"
 """The attribute of a linear map that is computed together with others."""
-NUM_ROWS = 3
-"""Random rows on which a module is compared with what it is taken for."""
+ROTATED = ["q", "k", "cos", "sin"]
+"""Its first parameters, where it rotates queries and keys at once."""
+SIZES = (1.0, 30.0, 1000.0)
+"""Of the random rows on which a module is compared with what it is taken for: some clamp large numbers."""
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
-"""Largest difference of these, relative to the largest element."""
+"""Largest difference of a row, relative to its largest element."""
 
 
 class KnownModules:
     """The modules of a model that are known, as they are computed by operations."""
 
-    def __init__(self, model: nn.Module, state: AttentionState) -> None:
-        """Replaces what is known. Weights of a group become views of one tensor."""
+    def __init__(self, state: AttentionState) -> None:
+        self._state = state
         self._replaced: list[nn.Module] = []
         self._rotating: list[nn.Module] = []
+
+    def replace(self, model: nn.Module) -> None:
+        """Replace what is known. Weights of a group become views of one tensor."""
+        owners = Counter(id(each) for module in model.modules() for each in module._parameters.values())
         for parent in list(model.modules()):
             for names in GROUPS:
-                self._join(parent, names)
+                self._join(parent, names, owners)
         for module in list(model.modules()):
             if (forward := _known(module)) is not None:
                 self._replace(module, forward)
-            elif (rotated := _without_rotation(module, state)) is not None:
+            elif (rotated := _without_rotation(module, self._state)) is not None:
                 self._replace(module, rotated)
                 self._rotating.append(module)
+
+    def __str__(self) -> str:
+        """How many modules are computed by operations, for the log."""
+        counts = Counter(type(module).__name__ for module in self._replaced if "forward" in vars(module))
+        return ", ".join(f"{count} {name}" for name, count in counts.items()) or "no modules"
 
     def rotate_as_before(self) -> bool:
         """Let attention rotate queries and keys by its own code again; False if it does already."""
@@ -64,12 +83,14 @@ class KnownModules:
         module.forward = forward
         self._replaced.append(module)
 
-    def _join(self, parent: nn.Module, names: tuple[str, ...]) -> None:
-        """Compute the maps of these names together, where a module has them all."""
+    def _join(self, parent: nn.Module, names: tuple[str, ...], owners: Counter[int]) -> None:
+        """Compute the maps of these names together, where a module has them all; ``owners`` of parameters by id."""
         parts = [getattr(parent, name, None) for name in names]
         linears = [part for part in parts if _is_plain(part)]
         if len(linears) != len(names) or len({_kind(linear) for linear in linears}) > 1:
             return
+        if any(owners[id(parameter)] > 1 for linear in linears for parameter in linear.parameters()):
+            return  # each of their owners would have a copy
         columns = _Columns(*_joined(linears), [linear.out_features for linear in linears])
         for index, linear in enumerate(linears):
             vars(linear)[COLUMNS] = columns
@@ -161,8 +182,24 @@ def _known(module: nn.Module) -> Callable[..., Any] | None:
         return _first_alike(module, parameters["weight"].shape[0], _norms(module))
     if type(module).__name__.endswith("MLP") and not any(module._forward_hooks.values()):
         ups, down = _feed_forward(module)
-        if ups is not None and down is not None:
-            return _first_alike(module, ups[0].shape[1], _gated(ups, down))
+        activation = _activation(module)
+        if ups is not None and down is not None and activation is not None:
+
+            def gated(x: Tensor) -> Tensor:
+                return down(_linear(x, *ups, activation))
+
+            return _first_alike(module, ups[0].shape[1], iter([gated]))
+    return None
+
+
+def _activation(module: nn.Module) -> Activation | None:
+    """What a feed-forward layer applies to its gates, if that is known."""
+    function: Any = getattr(module, "act_fn", getattr(module, "activation_fn", None))
+    x = torch.linspace(-9, 9, 37)
+    with contextlib.suppress(Exception):  # of any code of the library
+        for name, known in ACTIVATIONS.items():
+            if torch.allclose(function(x), known(x), rtol=0, atol=1e-6):
+                return name
     return None
 
 
@@ -192,37 +229,38 @@ def _feed_forward(module: nn.Module) -> tuple[tuple[Tensor, Tensor | None] | Non
     return ((columns.weight_ND, columns.bias_N), down) if is_pair else (None, None)
 
 
-def _gated(ups: tuple[Tensor, Tensor | None], down: Callable[[Tensor], Tensor]) -> Iterator[Callable[[Tensor], Tensor]]:
-    """Feed-forward layers that a module may be."""
-    for activation in ACTIVATIONS:
-
-        def gated(x: Tensor, activation: Activation = activation) -> Tensor:
-            return down(_linear(x, *ups, activation))
-
-        yield gated
-
-
 def _first_alike(
     module: nn.Module, width: int, candidates: Iterator[Callable[[Tensor], Tensor]]
 ) -> Callable[[Tensor], Tensor] | None:
     """The candidate that gives what the module gives for random rows [1, T, width], if one does."""
-    parameter = next(module.parameters())
+    parameter, sizes = next(module.parameters()), torch.tensor(SIZES)[:, None]
     generator = torch.Generator().manual_seed(0)
-    x = 2 * torch.randn(1, NUM_ROWS, width, generator=generator).to(parameter.device, parameter.dtype)
-    expected: Tensor = module(x)
-    for candidate in candidates:
-        found = candidate(x)
-        if found.dtype == expected.dtype and found.shape == expected.shape:
-            difference = (found - expected).abs().max() / expected.abs().max()
-            if difference < TOLERANCE.get(x.dtype, 0.0):
+    x = (sizes * torch.randn(1, len(SIZES), width, generator=generator)).to(parameter.device, parameter.dtype)
+    with contextlib.suppress(Exception):  # of any code of the library, such as one with more arguments
+        expected: Tensor = module(x)
+        for candidate in candidates:
+            if _are_alike(candidate(x), expected):
                 return candidate
     return None
+
+
+def _are_alike(found: Tensor, expected: Tensor) -> bool:
+    """Whether rows [1, T, D] are the same but for rounding, where they are numbers."""
+    if found.dtype != expected.dtype or found.shape != expected.shape:
+        return False
+    is_finite = expected[0].isfinite().all(dim=1)
+    one, other = found[0][is_finite].float(), expected[0][is_finite].float()
+    differences = (one - other).abs().amax(dim=1) / other.abs().amax(dim=1)
+    return len(differences) > 0 and bool((differences < TOLERANCE.get(expected.dtype, 0.0)).all())
 
 
 def _without_rotation(module: nn.Module, state: AttentionState) -> Callable[..., Any] | None:
     """The code of an attention module that leaves the rotation of queries and keys to ``ops.attention``."""
     code = inspect.unwrap(type(module).forward)
-    if not hasattr(module, "layer_idx") or ROTATION not in getattr(code, "__globals__", {}):
+    rotation = getattr(code, "__globals__", {}).get(ROTATION)
+    if not hasattr(module, "layer_idx") or rotation is None:
+        return None
+    if list(inspect.signature(rotation).parameters)[: len(ROTATED)] != ROTATED:
         return None
 
     def postponed(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:

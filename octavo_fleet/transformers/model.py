@@ -10,7 +10,7 @@ import dataclasses
 import logging
 import os
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -277,25 +277,43 @@ def _paged(model: Any) -> PagedTransformer:
         bound = trial.tolerance(model, texts, expected)
         register()
         paged = PagedTransformer(model)
-        known = KnownModules(model, paged.state)
+        known = KnownModules(paged.state)
+        known.replace(model)
         while True:
-            found = trial.over_blocks(paged, texts)
-            of_logits = trial.difference(logits, [paged.logits(x) for x in found])
-            difference = max(trial.difference(expected, found), of_logits)
-            if difference < bound:
+            reason = _why_it_differs(paged, texts, expected, logits, bound)
+            if not reason:
+                logger.info("%s: attention over blocks; operations compute %s", type(model).__name__, known)
                 return paged
             if not known.rotate_as_before() and not known.restore():
-                raise NotPaged(f"the trial differs by {difference:.1g}")
+                raise NotPaged(reason)
     except CANCELLATIONS:
         raise
     except BaseException as error:  # any error of the library's code
         if known is not None:
             known.restore()
         model.set_attn_implementation(before)
-        line = next(iter(str(error).splitlines()), type(error).__name__)
-        if not isinstance(error, NotPaged):
-            line = f"its code fails with attention over blocks: {line}"
-        raise NotPaged(line) from error
+        if isinstance(error, NotPaged):
+            raise
+        raise NotPaged(f"its code fails with attention over blocks: {_first_line(error)}") from error
+
+
+def _why_it_differs(
+    paged: PagedTransformer, texts: list[Tensor], expected: Sequence[Tensor], logits: Sequence[Tensor], bound: float
+) -> str:
+    """Why a trial does not give the expected outputs and logits; empty if it does."""
+    try:
+        found = trial.over_blocks(paged, texts)
+        of_logits = trial.difference(logits, [paged.logits(x) for x in found])
+    except CANCELLATIONS:
+        raise
+    except BaseException as error:  # any error of the library's code
+        return f"its code fails with attention over blocks: {_first_line(error)}"
+    difference = max(trial.difference(expected, found), of_logits)
+    return "" if difference < bound else f"the trial differs by {difference:.1g}"  # also if it is not a number
+
+
+def _first_line(error: BaseException) -> str:
+    return next(iter(str(error).splitlines()), type(error).__name__)
 
 
 def _texts(model: Any) -> list[Tensor]:
@@ -311,6 +329,7 @@ def _own_cache(model: Any) -> OwnCacheTransformer:
         raise _not_served(model, error) from None
     text = _texts(model)[0]
     (expected, logits), tokens = trial.alone(model, text), text.tolist()
+    bound = trial.tolerance(model, [text], [expected])
     cut = max(len(tokens) // 2, len(tokens) - trial.LENGTHS[1])  # behind a window, if there is one
     ends = sorted({min(trial.LENGTHS[1], cut), cut, len(tokens)})  # a window that began within a call is left, too
     reason: object = "its cache fails a trial"
@@ -327,9 +346,9 @@ def _own_cache(model: Any) -> OwnCacheTransformer:
             raise
         except BaseException as error:  # any error of the library's code
             logger.debug("%s: %s", type(model).__name__, error)
-            reason = f"its cache fails a trial: {next(iter(str(error).splitlines()), type(error).__name__)}"
+            reason = f"its cache fails a trial: {_first_line(error)}"
             continue
-        if difference < trial.TOLERANCE[expected.dtype]:
+        if difference < bound:
             if not keeps_cache:
                 logger.warning("%s computes a text again for each of its tokens: %s", type(model).__name__, reason)
             return own

@@ -50,8 +50,8 @@ class OwnCacheTransformer(OutputHead):
         self.keeps_cache = True
         """Otherwise each call computes all of a sequence again."""
         self._sequences: OrderedDict[int, SequenceCache] = OrderedDict()
-        embedding = model.get_input_embeddings()
-        self._width, self._dtype = embedding.embedding_dim, embedding.weight.dtype
+        self._width, self._dtype = 0, torch.float32
+        """Of the decoder's output, as seen in the trial."""
 
     def forward(
         self,
@@ -103,6 +103,7 @@ class OwnCacheTransformer(OutputHead):
             output = self._decoder(input_ids=ids, use_cache=self.keeps_cache, **before)
             cache = output[self._cache_name] if self.keeps_cache else None
             parts.append(output.last_hidden_state[0])
+            self._width, self._dtype = parts[-1].shape[1], parts[-1].dtype
         return torch.cat(parts) if len(parts) > 1 else parts[0], cache
 
     def _give_up_old(self) -> None:

@@ -173,21 +173,22 @@ class _Output:
 class _Given(nn.Module):
     """Takes the place of the decoder: gives ``output``, whatever the arguments, as do all its parts.
 
-    Its other attributes are the decoder's, as some heads read a factor of logits there.
+    Its other attributes are the decoder's, as some heads read a factor of logits there. Each thread has an output of
+    its own: on a GPU one compiles kernels with a pass while others compute.
     """
-
-    output: _Output
 
     def __init__(self, decoder: nn.Module) -> None:
         super().__init__()
         self.__dict__["_decoder"] = decoder  # which is no part of this module
+        self.given = threading.local()
 
     def __getattr__(self, name: str) -> Any:
         value = getattr(self.__dict__["_decoder"], name)
         return self if isinstance(value, nn.Module) else value
 
     def forward(self, *_: Any, **__: Any) -> _Output:
-        return self.output
+        found: _Output = self.given.output
+        return found
 
 
 class OutputHead:
@@ -203,7 +204,7 @@ class OutputHead:
 
     def logits(self, x_RD: Tensor) -> Tensor:
         """Logits [R, V] of rows that the decoder gave."""
-        self._given.output = _Output(x_RD.unsqueeze(0))
+        self._given.given.output = _Output(x_RD.unsqueeze(0))
         ids = torch.zeros(1, len(x_RD), dtype=torch.int64, device=x_RD.device)
         logits: Tensor = self._head(input_ids=ids, use_cache=False).logits[0]
         return logits
