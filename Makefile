@@ -9,9 +9,15 @@ PORT ?= 8000
 ARGS ?=
 MINUTES ?=
 TORCH ?= torch==2.13.0
+TRITON ?= triton==3.6.0
 SCHEMAS ?= jsonschema==4.26.0
 FUNCTIONS ?= bfcl-eval==2026.3.23
 AXE ?= axe-core@4.14.1
+
+# Prints its argument where there are wheels of Triton and torch has none of its own.
+NEEDS_TRITON := import platform, sys; from importlib.metadata import requires; \
+  has_wheels = platform.system() == 'Linux' and platform.machine() == 'x86_64'; \
+  print(sys.argv[1] if has_wheels and not any(need.startswith('triton') for need in requires('torch')) else '')
 
 # Paths of environments are relative, so that make never meets a space in the path of the folder.
 BIN := $(VENV)/bin
@@ -92,8 +98,9 @@ $(VENV)/.run: pyproject.toml | $(BIN)/python
 	$(PIP) install -e .
 	@touch $@
 
+# Kernels are tested with the oldest Triton that serves, whose compiler takes least, where torch does not bring its own.
 $(VENV)/.dev: $(VENV)/.run
-	$(PIP) install -e ".[test,lint]"
+	$(PIP) install -e ".[test,lint]" $$($(BIN)/python -c "$(NEEDS_TRITON)" "$(TRITON)")
 	@touch $@
 
 $(VENV)/.fuzz: $(VENV)/.dev
