@@ -65,8 +65,8 @@ launch._pdl.set(True)
 for gpu in ("h100", "a100"):
     pretend(TARGETS[gpu])
     for name, call in calls(torch.device("cpu")):
-        if name.endswith("float32"):
-            continue
+        if name.endswith("float32") or (gpu == "a100" and not name.startswith("grouped")):
+            continue  # experts alone have kernels of their own on a GPU of Hopper's
         try:
             call()
         except Exception as error:
