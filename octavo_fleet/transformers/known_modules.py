@@ -35,10 +35,10 @@ ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
 }
 ROTATION = "apply_rotary_pos_emb"
 """The name by which attention of the library rotates queries and keys."""
-COLUMNS = "octavo_columns"
-"""The attribute of a linear map that is computed together with others."""
 ROTATED = ["q", "k", "cos", "sin"]
 """Its first parameters, where it rotates queries and keys at once."""
+COLUMNS = "octavo_columns"
+"""The attribute of a linear map that is computed together with others."""
 SIZES = (1.0, 30.0, 1000.0)
 """Of the random rows on which a module is compared with what it is taken for: some clamp large numbers."""
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
