@@ -64,6 +64,11 @@ def leave_to_nightly(items: Iterable[pytest.Item]) -> None:
             seen[name] += 1
 
 
+def search_again(count: int) -> pytest.MarkDecorator:
+    """A search by random examples runs once each time, and ``count`` times more in `make nightly`; ``run`` is which."""
+    return pytest.mark.parametrize("run", nightly_after(1, range(1 + count)))
+
+
 def nightly_after(count: int, values: Iterable[Any]) -> list[Any]:
     """Values of a parameter, or tuples of several, all but the first ``count`` for `make nightly` alone."""
     rest = iter(values)

@@ -17,6 +17,7 @@ from octavo.errors import ConfigError, ContextLengthExceeded
 from octavo.types import EngineStats, KVGroupStats, Sequence
 from tests.cache.test_window import begin, sequence_of, walk
 from tests.engine.making import make_request
+from tests.tiers import nightly_after
 
 TOKENS = list(range(20))
 
@@ -211,9 +212,10 @@ def _forget(group: GroupCache, *depths: int) -> None:
 
 
 @pytest.mark.slow
-def test_random_sequences_share_and_give_back_in_all_groups() -> None:
+@pytest.mark.parametrize("num_caches", nightly_after(1, (45, 90)))
+def test_random_sequences_share_and_give_back_in_all_groups(num_caches: int) -> None:
     rng = random.Random(0)
-    for _ in range(45):
+    for _ in range(num_caches):
         block_size, chunk = rng.choice([1, 2, 4]), rng.choice([1, 3, 8])
         windows = sorted(rng.sample([1, 3, 5, 9], rng.choice([1, 2, 3])), reverse=True)
         least = [-(-(window + chunk) // block_size) + 1 for window in windows]

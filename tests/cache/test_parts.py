@@ -14,6 +14,7 @@ from octavo.types import Sequence
 from tests.cache.test_kv_cache import compute, fill, make_sequence
 from tests.cache.test_radix_tree import insert_path
 from tests.operations import count_lines
+from tests.tiers import search_again
 
 Copies = list[tuple[int, int, int]]
 
@@ -133,9 +134,10 @@ def test_what_is_published_cannot_be_taken_back() -> None:
 
 
 @pytest.mark.slow
-@given(st.data())
+@search_again(1)
+@given(data=st.data())
 @settings(max_examples=40, deadline=None)
-def test_any_mixture_of_verbs_keeps_the_books(data: st.DataObject) -> None:
+def test_any_mixture_of_verbs_keeps_the_books(run: int, data: st.DataObject) -> None:
     """Sequences start, grow, publish, are taken back to any length, and end."""
     block_size = data.draw(st.sampled_from([1, 2, 4]))
     cache, copies = copying_cache(24, block_size)

@@ -18,7 +18,7 @@ from octavo.steps.limits import StateSize
 from octavo.types import ImageInput, Request, Sequence
 from tests.engine.making import make_request, run_to_end, serve, tokens_of
 from tests.oracle import OracleRunner, ToyProposer, Trouble, digest, empty_digest, expected_output, guess_tokens
-from tests.tiers import one_in
+from tests.tiers import nightly_after, one_in
 
 BLOCK = 16
 PLACEHOLDER = 49
@@ -295,11 +295,12 @@ def test_turns_that_add_an_image_begin_where_the_last_one_ended_less_an_interval
 
 
 @pytest.mark.slow
-def test_every_slot_is_accounted_for_in_a_long_churn() -> None:
+@pytest.mark.parametrize("num_requests", nightly_after(1, (75, 150)))
+def test_every_slot_is_accounted_for_in_a_long_churn(num_requests: int) -> None:
     """Conversations of which some are aborted, with hardly room for their states."""
     engine, _ = made(num_snapshots=6, num_seqs=3, tokens=40, every=128, num_blocks=90)
     rng, histories = random.Random(1), [words(90, seed) for seed in range(5)]
-    for request_id in range(75):
+    for request_id in range(num_requests):
         history = rng.choice(histories)
         request = make_request(request_id, [*history, *words(rng.randrange(1, 20), request_id)], rng.randrange(1, 90))
         engine.add(request)

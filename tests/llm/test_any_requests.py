@@ -45,7 +45,6 @@ OTHERS: dict[str, dict[str, Any]] = {
         "kv_offload_memory": 0.01,
     },
 }
-NUM_ROUNDS = 12
 
 Fields = dict[str, tuple[float, Callable[[random.Random], Any]]]
 FIELDS: Fields = {
@@ -99,11 +98,16 @@ def without_rounding(results: list[RequestOutput]) -> list[Any]:
     ]
 
 
-@pytest.mark.parametrize("name", nightly_after(2, reversed(OTHERS)))
-def test_any_requests(tiny_checkpoint: Path, name: str) -> None:
+FIRST = list(reversed(OTHERS))[:2]
+
+
+@pytest.mark.parametrize(
+    ("name", "num_rounds"), nightly_after(2, [*((name, 12) for name in FIRST), *((name, 20) for name in OTHERS)])
+)
+def test_any_requests(tiny_checkpoint: Path, name: str, num_rounds: int) -> None:
     rng = random.Random(name)
     with LLM(tiny_checkpoint, **PLAIN) as plain, LLM(tiny_checkpoint, **{**SETTINGS, **OTHERS[name]}) as other:
-        for _ in range(NUM_ROUNDS):
+        for _ in range(num_rounds):
             params = [some_params(rng) for _ in range(rng.randrange(1, 9))]
             prompts = [some_prompt(rng) for _ in params]
             want = plain.generate(prompts, params)

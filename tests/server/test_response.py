@@ -19,6 +19,7 @@ from octavo_server.http import response as response_module
 from tests.server.conftest import Served
 from tests.server.in_process import InProcessEngine
 from tests.server.raw import connect, post, read_chunk, read_head
+from tests.tiers import nightly_after
 
 CHAT = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 2, "stream": True}
 
@@ -221,12 +222,13 @@ def test_a_stop_string_ends_the_request_in_the_engine(serve_app: Any) -> None:
         assert served.engine.aborted[-1] == request.id
 
 
-def test_many_streams_at_once(serve_app: Any) -> None:
+@pytest.mark.parametrize("num_streams", nightly_after(1, (80, 200)))
+def test_many_streams_at_once(serve_app: Any, num_streams: int) -> None:
     served = serve_app(InProcessEngine(max_num_seqs=300))
 
     async def run() -> list[tuple[int, dict[str, str], bytes]]:
         body = {**CHAT, "max_tokens": 30}
-        return await asyncio.gather(*(post(served.port, "/v1/chat/completions", body) for _ in range(80)))
+        return await asyncio.gather(*(post(served.port, "/v1/chat/completions", body) for _ in range(num_streams)))
 
     for status, _, data in asyncio.run(run()):
         assert status == 200

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from tests.server.conftest import Served
 from tests.server.in_process import IM_END, InProcessEngine, byte_tokenizer
+from tests.tiers import search_again
 
 USER = {"role": "user", "content": "Hi"}
 TOOLS = [{"name": "find", "input_schema": {"type": "object", "properties": {}}}]
@@ -243,10 +244,11 @@ ANYTHING = st.dictionaries(
 
 
 @pytest.mark.slow
+@search_again(2)
 @settings(deadline=None, max_examples=25)
 @given(st.lists(ANYTHING, max_size=3), st.lists(ANYTHING, max_size=3), ANYTHING)
 def test_a_body_of_anything_is_answered_or_refused(
-    server: Served, parts: list[Any], tools: list[Any], choice: Any
+    server: Served, run: int, parts: list[Any], tools: list[Any], choice: Any
 ) -> None:
     for messages in (parts, [{"role": "assistant", "content": parts}, {"role": "user", "content": parts}]):
         answer = post(server, messages=messages, tools=tools, tool_choice=choice, system=parts)
@@ -254,9 +256,12 @@ def test_a_body_of_anything_is_answered_or_refused(
 
 
 @pytest.mark.slow
+@search_again(2)
 @settings(deadline=None, max_examples=25)
 @given(st.lists(MESSAGE, max_size=6), st.booleans())
-def test_any_history_is_answered_and_the_answer_accepted(server: Served, messages: list[Any], is_last: bool) -> None:
+def test_any_history_is_answered_and_the_answer_accepted(
+    server: Served, run: int, messages: list[Any], is_last: bool
+) -> None:
     """``is_last``: the last message is the assistant's, which it goes on with."""
     history = [*messages, {"role": "assistant", "content": "So?"}, *([] if is_last else [USER])]
     answer = post(server, messages=history, tools=TOOLS)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from tests.server.conftest import Served
 from tests.server.in_process import IM_END, TEMPLATE, InProcessEngine, byte_tokenizer
 from tests.text.family_templates import DEEPSEEK, GEMMA, GPT_OSS, LLAMA3, MISTRAL, QWEN3
-from tests.tiers import one_in
+from tests.tiers import one_in, search_again
 
 EXAMPLES = int(os.environ.get("OCTAVO_EXAMPLES", "10"))
 TEMPLATES = {
@@ -112,10 +112,11 @@ def answered(served: Served, path: str, body: dict[str, Any]) -> Any:
 
 
 @one_in(3)
+@search_again(2)
 @pytest.mark.slow
 @given(history=st.lists(MESSAGES, min_size=1, max_size=6))
 @settings(max_examples=EXAMPLES, deadline=None)
-def test_chat_completions(served: Served, history: list[dict[str, Any]]) -> None:
+def test_chat_completions(served: Served, run: int, history: list[dict[str, Any]]) -> None:
     made = answered(served, "/v1/chat/completions", {"messages": history, "max_tokens": 120})["choices"][0]["message"]
     results = [{"role": "tool", "tool_call_id": call["id"], "content": "4"} for call in made.get("tool_calls", ())]
     for after in ([made], [made, *results], [made, USER], [{**made, "tool_calls": None}]):
@@ -126,10 +127,11 @@ def test_chat_completions(served: Served, history: list[dict[str, Any]]) -> None
 
 
 @one_in(3)
+@search_again(2)
 @pytest.mark.slow
 @given(history=st.lists(OLLAMA_MESSAGES, min_size=1, max_size=6))
 @settings(max_examples=EXAMPLES, deadline=None)
-def test_ollama(served: Served, history: list[dict[str, Any]]) -> None:
+def test_ollama(served: Served, run: int, history: list[dict[str, Any]]) -> None:
     body = {"messages": history, "stream": False, "options": {"num_predict": 120}}
     made = answered(served, "/api/chat", body)["message"]
     for after in ([made], [made, {"role": "tool", "tool_name": "f", "content": "4"}], [made, USER]):

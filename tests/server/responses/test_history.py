@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from tests.server.anthropic.test_history import JSON
 from tests.server.conftest import Served
 from tests.server.in_process import IM_END, InProcessEngine, byte_tokenizer
+from tests.tiers import search_again
 
 USER = {"role": "user", "content": "Hi"}
 SAID = {"role": "assistant", "content": "Well."}
@@ -222,10 +223,11 @@ ANYTHING = st.dictionaries(
 )
 
 
+@search_again(2)
 @settings(deadline=None, max_examples=25)
 @given(st.lists(ANYTHING, max_size=3), st.lists(ANYTHING, max_size=3), st.one_of(ANYTHING, JSON), st.booleans())
 def test_a_body_of_anything_is_answered_or_refused(
-    server: Served, items: list[Any], tools: list[Any], choice: Any, is_stream: bool
+    server: Served, run: int, items: list[Any], tools: list[Any], choice: Any, is_stream: bool
 ) -> None:
     for given_input in (items, [{"role": "user", "content": items}]):
         answer = post(
@@ -235,9 +237,12 @@ def test_a_body_of_anything_is_answered_or_refused(
 
 
 @pytest.mark.slow
+@search_again(2)
 @settings(deadline=None, max_examples=25)
 @given(st.lists(st.one_of(st.sampled_from(PAST), CALL, UNKNOWN), max_size=8), st.booleans())
-def test_any_history_is_answered_and_the_answer_accepted(server: Served, items: list[Any], follows: bool) -> None:
+def test_any_history_is_answered_and_the_answer_accepted(
+    server: Served, run: int, items: list[Any], follows: bool
+) -> None:
     history = [*items, SAID, USER]
     answer = post(server, input=history, tools=[FUNCTION])
     assert answer.status_code == 200, f"{answer.text} {json.dumps(items)}"
