@@ -48,6 +48,9 @@ def _growing(body: dict[str, Any]) -> dict[str, Any]:
     return {**body, "prompt": "Once", "max_tokens": 120, "ignore_eos": True}
 
 
+CHOICES: dict[str, Any] = {"n": 2, "temperature": 1.2, "logit_bias": {"11": -5, "30": 2}, "min_tokens": 5}
+
+
 @pytest.mark.parametrize("count", nightly_after(1, (8, 32)))
 def test_batching_preemption_and_streaming_change_nothing(
     server: Server, serve: Callable[..., Server], tmp_path: Path, count: int
@@ -58,6 +61,7 @@ def test_batching_preemption_and_streaming_change_nothing(
     """
     bodies = mixed_requests(count, seed=1)
     bodies[:3] = map(_growing, bodies[:3])
+    bodies[4] |= CHOICES
 
     async def alone() -> list[Any]:
         async with client_of(server) as client:
@@ -92,6 +96,9 @@ def test_mixed_requests_with_drafts(server: Server, serve: Callable[..., Server]
     drafting = serve("--speculative-config", json.dumps(settings), *TIGHT, "--weight-updates-dir", str(tmp_path))
     bodies = mixed_drafting(count, seed=5)
     bodies[:3] = map(_growing, bodies[:3])
+    bodies[4] |= CHOICES
+    for number, body in enumerate(bodies[5:8]):
+        body["num_speculative_tokens"] = number
     found = asyncio.run(complete_together(drafting, bodies, [True] * count))
     want = asyncio.run(complete_all(server, bodies, stream=True))
     for body, result, wanted in zip(bodies, found, want, strict=True):
