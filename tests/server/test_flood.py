@@ -15,6 +15,7 @@ import os
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,8 @@ pytestmark = pytest.mark.slow
 
 NUM_CONNECTIONS = 100
 MAX_GROWTH = 64 << 20
+ENOUGH_SENT = 4 * MAX_GROWTH
+"""Bytes of all attacks: kept, they would be more than the memory may grow."""
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 _GET = b"GET /health HTTP/1.1\r\nHost: localhost\r\n"
@@ -49,8 +52,8 @@ ATTACKS: list[tuple[bytes, bytes, float]] = [
 """What comes first, what comes again and again, and the seconds between."""
 
 
-async def attack(port: int, number: int) -> None:
-    """One connection, and another one when the server has closed it."""
+async def attack(port: int, number: int, num_sent: Counter[int]) -> None:
+    """One connection, and another one when the server has closed it. ``num_sent``: bytes of each attack."""
     start, piece, pause = ATTACKS[number % len(ATTACKS)]
     while True:
         with contextlib.suppress(OSError):
@@ -60,6 +63,7 @@ async def attack(port: int, number: int) -> None:
                 while True:
                     writer.write(piece)
                     await writer.drain()
+                    num_sent[number % len(ATTACKS)] += len(piece)
                     await asyncio.sleep(pause)
             finally:
                 writer.transport.abort()
@@ -101,8 +105,8 @@ def memory(pid: int) -> int:
     return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * PAGE_BYTES
 
 
-async def flood(port: int) -> None:
-    await asyncio.gather(*(attack(port, number) for number in range(NUM_CONNECTIONS)))
+async def flood(port: int, num_sent: Counter[int]) -> None:
+    await asyncio.gather(*(attack(port, number, num_sent) for number in range(NUM_CONNECTIONS)))
 
 
 def test_a_flood_takes_little_memory_and_no_stream(serve_app: Any) -> None:
@@ -112,14 +116,16 @@ def test_a_flood_takes_little_memory_and_no_stream(serve_app: Any) -> None:
     async def run() -> list[float]:
         await gaps(served.port, 0.2)
         before = memory(os.getpid())
-        attacks = asyncio.create_task(flood(served.port))
-        found = list[float]()
+        num_sent, found = Counter[int](), list[float]()
+        attacks = asyncio.create_task(flood(served.port, num_sent))
         began = time.process_time()
-        while len(found) <= 100 and time.process_time() - began < 3:
-            found += await gaps(served.port, 1)
+        while (len(found) <= 100 or num_sent.total() <= ENOUGH_SENT) and time.process_time() - began < 10:
+            found += await gaps(served.port, 0.5)
         growth = memory(os.getpid()) - before
         attacks.cancel()
         await asyncio.gather(attacks, return_exceptions=True)
+        assert num_sent.keys() == set(range(len(ATTACKS)))
+        assert num_sent.total() > ENOUGH_SENT
         assert growth < MAX_GROWTH
         return found
 
@@ -134,7 +140,7 @@ def run_flood(port: int) -> None:
     what is measured is the work that they make for the server.
     """
     os.nice(10)
-    asyncio.run(flood(port))
+    asyncio.run(flood(port, Counter()))
 
 
 def main() -> None:
