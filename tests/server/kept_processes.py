@@ -8,27 +8,27 @@ from __future__ import annotations
 
 import json
 import weakref
-from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 from octavo.system.child_process import ChildProcess
 
+MOST_IDLE = 8
 Answer = TypeVar("Answer")
-_idle: defaultdict[tuple[str, str, bytes | None], list[ChildProcess]] = defaultdict(list)
+Key = tuple[str, str, bytes | None]
+_idle: list[tuple[Key, ChildProcess]] = []
+"""The last few that were kept, the newest at the end."""
 
 
 class KeptProcess:
     """A ``ChildProcess`` that is kept when it is closed, unless it was asked something that it has not answered."""
 
     def __init__(self, module: str, settings: dict[str, Any], more: bytes | None = None) -> None:
-        idle = _idle[module, json.dumps(settings, sort_keys=True), more]
-        self._process = next((process for process in _popped(idle) if process.is_alive), None) or ChildProcess(
-            module, settings, more
-        )
+        key = module, json.dumps(settings, sort_keys=True), more
+        self._process = _taken(key) or ChildProcess(module, settings, more)
         self.id, self._settings = self._process.id, self._process._settings
         self._unanswered: list[Any] = []
-        self.close = weakref.finalize(self, _keep, self._process, idle, self._unanswered)
+        self.close = weakref.finalize(self, _keep, key, self._process, self._unanswered)
 
     @property
     def is_alive(self) -> bool:
@@ -47,13 +47,19 @@ class KeptProcess:
         return answer
 
 
-def _popped(processes: list[ChildProcess]) -> Iterator[ChildProcess]:
-    while processes:
-        yield processes.pop()
+def _taken(key: Key) -> ChildProcess | None:
+    """The newest process of these settings that lives, which is kept no longer."""
+    for entry in reversed(_idle):
+        if entry[0] == key and entry[1].is_alive:
+            _idle.remove(entry)
+            return entry[1]
+    return None
 
 
-def _keep(process: ChildProcess, idle: list[ChildProcess], unanswered: list[Any]) -> None:
-    if process.is_alive and not unanswered:
-        idle.append(process)
-    else:
+def _keep(key: Key, process: ChildProcess, unanswered: list[Any]) -> None:
+    if not process.is_alive or unanswered:
         process.close()
+        return
+    _idle.append((key, process))
+    if len(_idle) > MOST_IDLE:
+        _idle.pop(0)[1].close()
