@@ -226,7 +226,7 @@ def test_signals_that_come_together_still_stop_the_engine(between: int) -> None:
 def test_a_signal_while_starting(start: Callable[..., Process]) -> None:
     process = start()
     process.read_until("starting")
-    process.process.send_signal(signal.SIGTERM)
+    process.process.send_signal(signal.SIGINT)
     assert process.process.wait(5) == 0
 
 
