@@ -135,7 +135,10 @@ class ItemMessages:
         """Add an item of a tool that is no function, or of another kind."""
         identity = item.get("call_id") or (item.get("id") if kind == "local_shell_call_output" else None)
         if isinstance(identity, str) and kind.endswith("_output"):
-            self._append_result(identity, item, where)
+            try:
+                self._append_result(identity, item, where)
+            except InvalidParameter:  # of a form that is not known, as its kind may be
+                self._append({"role": "tool", "tool_call_id": identity, "content": readable(item)}, where)
         elif isinstance(identity, str):
             key = next((key for key in _ASKED if item.get(key)), "")
             asked = item.get(key, {})

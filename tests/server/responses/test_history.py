@@ -62,6 +62,8 @@ PAST: list[dict[str, Any]] = [
         "status": "completed",
     },
     {"type": "apply_patch_call_output", "call_id": "c6", "status": "failed", "output": None},
+    {"type": "another_call_output", "call_id": "c8", "output": True},
+    {"type": "another_call_output", "call_id": "c9", "output": ["parts", 4]},
     {"type": "mcp_list_tools", "id": "ml", "server_label": "s", "tools": [{"name": "list", "input_schema": {}}]},
     {"type": "mcp_call", "id": "mc", "server_label": "s", "name": "list", "arguments": "{}", "output": "c.txt"},
     {"type": "mcp_approval_request", "id": "ma", "server_label": "s", "name": "list", "arguments": "{}"},
