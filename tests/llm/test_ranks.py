@@ -14,10 +14,13 @@ from typing import Any
 
 import psutil
 import pytest
+from safetensors.torch import load_file
 
 from octavo import LLM, SamplingParams
 from octavo.errors import ConfigError, RanksLost
+from tests.llm.test_weight_updates import changed
 from tests.llm.tiny import SETTINGS, write_checkpoint
+from tests.models.families import make_checkpoint
 from tests.ops.cpu_cases import needs_float_kernels
 from tests.runtime.thread_ranks import ranks_as_threads
 from tests.tiers import nightly_after
@@ -46,12 +49,21 @@ def ranks(of: psutil.Process | None = None) -> list[int]:
 
 
 def test_ranks_give_the_tokens_of_one_process_until_one_is_lost(tmp_path: Path) -> None:
-    write_checkpoint(tmp_path)
-    with make(tmp_path, 1) as one:
+    """Also with other weights, which come as a folder and as tensors."""
+    first = write_checkpoint(tmp_path / "first")
+    make_checkpoint(first, "llama/biases", vocab_size=264)
+    second = changed(first, tmp_path / "second")
+    with make(first, 1, load_format="auto") as one:
         expected = texts(one)
-    with make(tmp_path, 2) as two:
+        one.load_weights(second)
+        assert (updated := texts(one)) != expected
+    with make(first, 2, load_format="auto") as two:
         assert texts(two) == expected
         assert two.info.tensor_parallel_size == 2
+        two.load_weights(second)
+        assert texts(two) == updated
+        two.load_weights(load_file(first / "model.safetensors").items())
+        assert texts(two) == expected
         [pid] = ranks()
         os.kill(pid, signal.SIGKILL)
         began = time.monotonic()
