@@ -25,6 +25,7 @@ from octavo import LLM, Engine, SamplingParams
 from octavo.build import build_drafter
 from octavo.build import build_engine as build
 from octavo.engine import scheduler
+from octavo.engine.speculative import drafter_switch
 from octavo.errors import CheckpointError, ConfigError
 from octavo.layers.stacked_lora import StackedRows
 from octavo.models import model_adapters
@@ -324,11 +325,27 @@ def test_a_drafter_does_without_the_adapter_of_a_request(
     assert 0 < stats.num_accepted_drafts < stats.num_drafts
 
 
+def uses_of_the_drafter(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Whether an adaptive drafter ran, of each step; it is tried, and rests, for a few steps only."""
+    used, runs = list[bool](), drafter_switch.DrafterSwitch.runs
+
+    def noted(switch: drafter_switch.DrafterSwitch) -> bool:
+        used.append(runs(switch))
+        return used[-1]
+
+    monkeypatch.setattr(drafter_switch.DrafterSwitch, "runs", noted)
+    for name in ("TRIAL", "FIRST_REST"):
+        monkeypatch.setattr(drafter_switch, name, 4)
+    return used
+
+
 @pytest.mark.parametrize("name", nightly_after(len(ONE_OF_EACH_KIND), dict.fromkeys((*ONE_OF_EACH_KIND, *CASES))))
-def test_no_output_changes(case_of: Made, name: str) -> None:
+def test_no_output_changes(case_of: Made, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     case = case_of(name)
     want, _ = generated(case.target)
+    used = uses_of_the_drafter(monkeypatch)
     adapted, _ = generated(case.target, 1, speculative_config={**case.config, "adaptive": True})
+    assert {True, False} == set(used)
     tight, stats = generated(case.target, **TIGHT, speculative_config=case.config)
     assert tight == want
     assert adapted == want[: len(adapted)]
