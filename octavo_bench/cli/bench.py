@@ -167,7 +167,8 @@ def _add_times(kinds: Any) -> None:
     overhead.add_argument("--waiting", type=at_least_0, default=0, help="more sequences, which wait meanwhile")
     overhead.add_argument("--seen", nargs="+", type=at_least_0, default=[0], help="requests that came and went before")
 
-    front = add_kind(kinds, "front", "processor time of the front process per streamed token", "serving.front_cost.measure")
+    help_of_front = "processor time of the front process per streamed token"
+    front = add_kind(kinds, "front", help_of_front, "serving.front_cost.measure")
     front.add_argument("--streams", type=numbers, default=[16, 64])
     front.add_argument("--seconds", type=above_zero, default=2.0, help="length of each stream")
     front.add_argument("--steps-ms", type=reals, default=[10.0], help="paces of the engine behind it")
