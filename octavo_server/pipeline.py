@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Generic, Protocol
@@ -116,20 +116,18 @@ class Dialect(Generic[Body]):
                 generation = await services.admission.admit(asked.request)
             else:
                 generation = await journal.admit(request, body, asked.request, services.admission)
-        if services.takes_weights and (version := generation.choices[-1].weight_versions[-1][0]):
-            headers[WEIGHT_VERSION] = version
         answer = asked.answer(generation)
         if answer.id:
             services.engine.timelines.name(answer.id, [choice.request.id for choice in generation.choices])
         reader = generation.reader
         if asked.is_streamed:
             writer = answer if reader is None else reader.begin_stream(answer, request)
+            headers |= _version_of(generation.choices, services)
             return asked.stream(generation, writer, headers)
         if reader is not None:
             reader.begin(None)
         choices = await finished_choices(generation, request)
-        if services.takes_weights and (version := choices[-1].weight_versions[-1][0]):
-            headers[WEIGHT_VERSION] = version
+        headers |= _version_of(choices, services)
         if asked.is_large:
             shown: object = await asyncio.to_thread(lambda: msgspec.Raw(encode(answer.unstreamed(choices))))
         else:
@@ -137,3 +135,12 @@ class Dialect(Generic[Body]):
         if asked.keep is not None:
             await asked.keep()
         return json_response(shown, headers)
+
+
+def _version_of(choices: Sequence[GeneratedChoice], services: ModelServices) -> dict[str, str]:
+    """The header that names the weights of the last tokens, or of those that come, if it is known and can change.
+
+    A generation that has failed has no choices any more.
+    """
+    version = choices[-1].weight_versions[-1][0] if choices else ""
+    return {WEIGHT_VERSION: version} if services.takes_weights and version else {}

@@ -119,6 +119,23 @@ def test_an_answer_names_its_weights_unless_it_is_read_again(tmp_path: Path, str
         assert "x-octavo-weight-version" not in again.headers
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_answer_names_the_weights_of_the_engine_that_was_chosen(tmp_path: Path, stream: bool) -> None:
+    """Which of several it is, is known when the request is given to it."""
+
+    class Chosen(PacedEngine):
+        def add(self, request: Request, listener: OutputListener) -> None:
+            listener.on_weights("8")
+            super().add(request, listener)
+
+    served = Served(Chosen(), byte_tokenizer(), {"journal": str(tmp_path), "weight_updates_dir": str(tmp_path)})
+    try:
+        answer = send(served, **({} if stream else UNSTREAMED))
+        assert (answer.status_code, answer.headers["x-octavo-weight-version"]) == (200, "8")
+    finally:
+        served.stop()
+
+
 def test_an_answer_names_the_weights_that_its_tokens_end_with(tmp_path: Path) -> None:
     class Updating(PacedEngine):
         def add(self, request: Request, listener: OutputListener) -> None:
