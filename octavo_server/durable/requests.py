@@ -7,6 +7,7 @@ the engine as prompt + output so far, as after the death of an engine process.
 
 from __future__ import annotations
 
+import asyncio
 import math
 import time
 import uuid
@@ -63,17 +64,28 @@ class RequestOwner(Protocol):
 class _Live:
     """What is kept of a request until it has ended."""
 
-    __slots__ = ("_open", "begin", "engine_ids", "outputs", "place", "readers", "unfinished", "weights")
+    __slots__ = (
+        "_open",
+        "begin",
+        "engine_ids",
+        "first_weights",
+        "outputs",
+        "place",
+        "readers",
+        "unfinished",
+        "weights",
+    )
 
-    def __init__(self, begin: Begin, num_choices: int) -> None:
+    def __init__(self, begin: Begin, head: RequestHead) -> None:
         self.begin = begin
+        self.first_weights = head.weights
         self.outputs: Outputs = []
         """So far; consecutive plain ones of a choice are joined, as so many objects would keep the collector busy."""
         self._open: dict[int, Output] = {}
         """Each choice's last output, if tokens can be added to it."""
         self.place = 0
         """Of the next output in the log."""
-        self.unfinished = set(range(num_choices))
+        self.unfinished = set(range(head.num_choices))
         self.engine_ids: dict[int, int] = {}
         self.readers: list[DurableReader] = []
         self.weights: dict[int, str] = {}
@@ -111,7 +123,7 @@ class DurableRequest:
         """Time of the event loop at which an ended request is forgotten."""
         self._owner = owner
         self._account = account
-        self._live = _Live(content, head.num_choices) if isinstance(content, Begin) else None
+        self._live = _Live(content, head) if isinstance(content, Begin) else None
         self._ended = content if isinstance(content, Ended) else None
         """Once ended, what it computed and its output, instead of ``_live``."""
         self._error: RequestError | None = None
@@ -194,6 +206,7 @@ class DurableRequest:
             live.add(index, output)
             if output.finish_reason is not None:
                 live.unfinished.discard(index)
+                self._note_weights()
         for reader in list(live.readers):
             reader.on_output(index, output)
         if not live.unfinished:
@@ -222,6 +235,7 @@ class DurableRequest:
         index = next((index for index, request in enumerate(requests) if request.id == request_id), None)
         if index in live.unfinished:
             live.unfinished.discard(index)
+            self._note_weights()
             if index in live.engine_ids:
                 self._owner.engine.abort(live.engine_ids[index], "stop")
 
@@ -248,13 +262,18 @@ class DurableRequest:
         live = self._live
         if live is not None:
             live.weights[index] = version
-            versions = {live.weights.get(each, self.head.weights) for each in live.unfinished}
-            version_of_all = versions.pop() if len(versions) == 1 else ""
-            if version_of_all != self.head.weights:
-                self.head = msgspec.structs.replace(self.head, weights=version_of_all)
-                self._owner.note(NewWeights(self.head.number, version_of_all))
+            asyncio.get_running_loop().call_soon(self._note_weights)  # once all choices have learned of an update
             for reader in live.readers:
                 reader.generation.choices[index].on_weights(version)
+
+    def _note_weights(self) -> None:
+        """Record the version with which all unfinished choices go on, "" if they have several."""
+        live = self._live
+        versions = set() if live is None else {live.weights.get(each, live.first_weights) for each in live.unfinished}
+        version_of_all = versions.pop() if len(versions) == 1 else "" if versions else self.head.weights
+        if version_of_all != self.head.weights:
+            self.head = msgspec.structs.replace(self.head, weights=version_of_all)
+            self._owner.note(NewWeights(self.head.number, version_of_all))
 
     # --- readers ---
 
@@ -267,7 +286,7 @@ class DurableRequest:
 
     def new_reader(self) -> DurableReader:
         """A reader with a generation of its own, for ``DurableReader.begin``. Raises ``RequestError``."""
-        generation = Generation(self._owner.engine, weight_version="")  # it is not recorded
+        generation = Generation(self._owner.engine, weight_version="")  # of first tokens it is not recorded
         begin, _ = self._content()
         prompts = [Prompt([], text) for text in begin.prompt_texts]
         for request, place in zip(begin.requests, begin.prompt_of, strict=True):

@@ -23,8 +23,9 @@ import pytest
 
 from octavo.errors import ConfigError, RequestFailed
 from octavo.grammar.trial_queue import TrialQueue
-from octavo.types import Request
+from octavo.types import Output, Request
 from octavo_server.durable import journal, synced_log
+from octavo_server.durable.records import NewWeights
 from octavo_server.durable.synced_log import log_files
 from octavo_server.engines.engine_client import OutputListener
 from octavo_server.engines.request_table import had_grammars
@@ -379,6 +380,46 @@ def test_a_request_whose_choices_have_several_weights_does_not_go_on(tmp_path: P
         served.call(lambda: first.listener.on_weights("8"))
     with serving(tmp_path, runs=False) as served:
         assert not served.engine.requests
+
+
+def noted_weights(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The versions that are recorded from now on."""
+    found, note = list[str](), journal.Journal.note
+
+    def noted(self: journal.Journal, item: Any) -> None:
+        if isinstance(item, NewWeights):
+            found.append(item.version)
+        note(self, item)
+
+    monkeypatch.setattr(journal.Journal, "note", noted)
+    return found
+
+
+def test_an_update_of_all_choices_is_recorded_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = noted_weights(monkeypatch)
+    with serving(tmp_path) as served:
+        begin_unfinished(served, 3, n=3)
+        give_weights(served, "7")
+        steps(served, 1)
+        give_weights(served, "8")
+        steps(served, 1)
+    assert found == ["7", "8"]
+
+
+def test_choices_whose_weights_others_did_not_get_go_on_with_their_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With several engines, an update reaches one choice after the other."""
+    found = noted_weights(monkeypatch)
+    with serving(tmp_path) as served:
+        begin_unfinished(served, 3, n=3)
+        first, second, _ = served.engine.live.values()
+        served.call(lambda: first.listener.on_weights("7"))
+        served.call(lambda: second.listener.on_weights("7"))
+        for live in (first, second):
+            end = Output(0, [], "stop")
+            served.call(lambda live=live, end=end: live.listener.on_output(end))  # type: ignore[misc]
+    assert found == ["", "default"]
 
 
 @pytest.mark.parametrize("body", [{}, {"stop": "said"}])
