@@ -80,7 +80,7 @@ def build_parser(only: str | None = None) -> Parser:
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     """Parse ``argv``; exit after printing help, the version or a usage error."""
     argv = sys.argv[1:] if argv is None else argv
-    parser = build_parser(argv[0] if argv else "")
+    parser = build_parser(next((word for word in argv if not word.startswith("-")), ""))
     if not argv:
         parser.print_help()
         print(f"\nexamples:\n{EXAMPLES}", end="")

@@ -160,6 +160,7 @@ def test_without_a_command_its_help_leads_on(capsys: pytest.CaptureFixture[str])
     ("argv", "message"),
     [
         (["serve", "--max-num-seq", "3"], "unknown argument '--max-num-seq'; did you mean --max-num-seqs?"),
+        (["--fast", "serve", "--port", "8000"], "octavo serve: error: unknown argument '--fast'\n"),
         (["models", "model", "more"], "octavo models: error: unknown argument 'more'\n"),
         (["generate", "--temperature", "hot"], "argument --temperature: invalid float value: 'hot'"),
         (["srve"], "octavo: error: there is no command 'srve'; did you mean 'serve'?"),
