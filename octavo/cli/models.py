@@ -94,8 +94,9 @@ def _about(family: object) -> str:
     return (sys.modules[getattr(family, "__module__", "")].__doc__ or "").splitlines()[0]
 
 
-def _check(config: EngineConfig) -> int:
-    """Check what a start reads, but for the content of weights; nothing is called supported before."""
+def _check(config: EngineConfig, *about: str) -> int:
+    """Check what a start reads, but for the content of weights; nothing is called supported before, nor said ``about``
+    an adapter of the model."""
     from octavo.build.build_encoder import adaptable, encoder_limits
     from octavo.build.build_engine import configured_model, model_backend
     from octavo.build.build_vision import load_vision
@@ -137,14 +138,14 @@ def _check(config: EngineConfig) -> int:
         limits = encoder_limits(config, path, model, device)
         if config.model.enable_lora:
             lines += _check_modules(config, *adaptable(model, loaded.maps))
-        print(*lines, sep="\n")
+        print(*about, *lines, sep="\n")
         return _fit_encoder(limits, model, loaded.num_bytes, form, free)
     assert isinstance(loaded, LoadedModel)
     lines += [*_check_modules(config, loaded.maps), *_check_drafter(config, model, checkpoint, device)]
     vision = load_vision(config, path, checkpoint, model, outlined(form))
     if vision is not None:
         connect(loaded.model, vision.loaded.config, form)
-    print(*lines, sep="\n")
+    print(*about, *lines, sep="\n")
     return _fit(config, path, checkpoint, CheckedDecoder(model, form, loaded, vision), free)
 
 
@@ -270,14 +271,15 @@ def _check_adapter(config: EngineConfig, path: Path) -> int:
     ranks = sorted({len(down) for down, _, _ in factors.values()})
     count = sum(down.numel() + up.numel() for down, up, _ in factors.values())
     ends = sorted({name.rpartition(".")[2] for name in factors})
-    print(f"LoRA adapter of rank {', '.join(map(str, ranks))}: supported")
-    print(f"{count:,} parameters, for {len(factors)} maps: {', '.join(ends)}")
+    about = f"LoRA adapter of rank {', '.join(map(str, ranks))}: supported\n"
+    about += f"{count:,} parameters, for {len(factors)} maps: {', '.join(ends)}"
     base = str((read_json(path, "adapter_config.json") or {}).get("base_model_name_or_path"))
     if not Path(base).is_dir():
-        print(f"its model, {base}, is not here: give that, with --lora-modules NAME={path}, to see whether they fit")
+        where = f"with --lora-modules NAME={path}, to see whether they fit"
+        print(about, f"its model, {base}, is not here: give that, {where}", sep="\n")
         return 0
     settings = dataclasses.replace(config.model, model=base, lora_modules=f"adapter={path}", enable_lora=True)
-    return _check(dataclasses.replace(config, model=settings))
+    return _check(dataclasses.replace(config, model=settings), about)
 
 
 def _check_modules(config: EngineConfig, maps: Mapping[str, MapPart], unused: tuple[str, ...] = ()) -> Iterator[str]:

@@ -117,6 +117,10 @@ def test_an_adapter_is_checked_against_its_model(tmp_path: Path, capsys: pytest.
     assert "for 14 maps: down_proj, gate_proj, k_proj" in out
     assert "adapter adapter fits: it changes 14 of 15 maps" in out
     assert "fits on cpu" in out
+    broken = (base / "config.json").rename(base / "config.json.off")
+    assert main(["models", str(adapter), *FITTING]) == 2
+    assert capsys.readouterr().out == ""
+    broken.rename(base / "config.json")
     assert main(["models", str(other), *FITTING, "--lora-modules", f"a={adapter}"]) == 2
     assert "mlp.down_proj has an update of shape [32, 48]; expected [32, 40]" in capsys.readouterr().err
     config = json.loads((adapter / "adapter_config.json").read_text())
