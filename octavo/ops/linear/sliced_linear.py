@@ -20,7 +20,7 @@ UNIT = 65536.0
 LARGEST = 127.498
 """Slices of 127, 127 and almost 127: a row's largest number, which rounding cannot make too large for them."""
 PIECES, PIECE_BITS = 3, 14
-"""In which the reference takes a number of x: float64 sums of their products are exact up to 2 ** 17 inputs."""
+"""In which the reference takes a number of x: float64 sums of their products are exact up to 2 ** 16 inputs."""
 TINY = 1e-30
 """Rows without a larger number count as zero."""
 PANEL, STEP, QUAD = 16, 64, 4
