@@ -20,6 +20,7 @@ class SeveralEngines:
     def __init__(self, engines: list[AsyncEngine]) -> None:
         self.engines = engines
         self._changing_weights = asyncio.Lock()
+        self._change: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
         """Start all engine processes; raises the first one's error."""
@@ -59,26 +60,33 @@ class SeveralEngines:
     async def _change_weights(self, change: Callable[[AsyncEngine], Awaitable[object]]) -> None:
         """Have all engines change their weights, and wait for all; if only some can, all go back to their folder.
 
+        A caller that is cancelled leaves no engine with other weights: what has begun goes on without it.
         Raises the first error, and ``RequestFailed`` with the versions of all if one cannot go back.
         """
-        async with self._changing_weights:
-            folders = [engine.weights_folder for engine in self.engines]
-            errors = await _errors(change(engine) for engine in self.engines)
-            failed = [error for error in errors if error is not None]
-            if not failed:
-                return
-            if len(failed) < len(errors):
-                # What an engine keeps of a broadcast has no folder, so those that failed give it up, too.
-                back = await _errors(
-                    engine.update_weights(*folder)
-                    for engine, folder, error in zip(self.engines, folders, errors, strict=True)
-                    if error is None or engine.weight_version != folder[1]
-                )
-                if any(error is not None for error in back):
-                    versions = ", ".join(engine.weight_version for engine in self.engines)
-                    message = f"{failed[0]} The engines now have different weights, which are, in order: {versions}."
-                    raise RequestFailed(message) from failed[0]
-            raise failed[0]
+        await self._changing_weights.acquire()
+        self._change = asyncio.create_task(self._change_all(change))  # asyncio alone keeps no task from being collected
+        self._change.add_done_callback(lambda _: self._changing_weights.release())
+        await asyncio.shield(self._change)
+
+    async def _change_all(self, change: Callable[[AsyncEngine], Awaitable[object]]) -> None:
+        """``_change_weights`` without the lock."""
+        folders = [engine.weights_folder for engine in self.engines]
+        errors = await _errors(change(engine) for engine in self.engines)
+        failed = [error for error in errors if error is not None]
+        if not failed:
+            return
+        if len(failed) < len(errors):
+            # What an engine keeps of a broadcast has no folder, so those that failed give it up, too.
+            back = await _errors(
+                engine.update_weights(*folder)
+                for engine, folder, error in zip(self.engines, folders, errors, strict=True)
+                if error is None or engine.weight_version != folder[1]
+            )
+            if any(error is not None for error in back):
+                versions = ", ".join(engine.weight_version for engine in self.engines)
+                message = f"{failed[0]} The engines now have different weights, which are, in order: {versions}."
+                raise RequestFailed(message) from failed[0]
+        raise failed[0]
 
     @property
     def failure(self) -> str | None:

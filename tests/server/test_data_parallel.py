@@ -182,6 +182,33 @@ def test_an_update_that_one_engine_refuses_is_no_engines(failing: int, monkeypat
 
 
 @pytest.mark.slow
+def test_an_update_whose_caller_leaves_is_that_of_all_or_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def main() -> None:
+        async with two_engines() as engine:
+            first, second = engine.engines
+            may_end, update = asyncio.Event(), second.update_weights
+
+            async def update_late(model: str, version: str, mode: SleepMode = "keep") -> None:
+                await may_end.wait()
+                await update(BAD if version == "6" else model, version, mode)
+
+            monkeypatch.setattr(second, "update_weights", update_late)
+            for version, later in (("5", "5"), ("6", "5")):
+                may_end.clear()
+                asked = engine.update_weights(json.dumps({**IN_PLACE, "weights": int(version)}), version)
+                caller = asyncio.create_task(asked)
+                await until(lambda version=version: first.weight_version == version)
+                caller.cancel()
+                with pytest.raises(asyncio.CancelledError):
+                    await caller
+                may_end.set()
+                await until(lambda later=later: {each.weight_version for each in engine.engines} == {later})
+            assert await weights_of(engine) == [("5", "5")] * 2
+
+    asyncio.run(main())
+
+
+@pytest.mark.slow
 def test_an_engine_that_cannot_go_back_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     async def main() -> None:
         async with two_engines() as engine:
