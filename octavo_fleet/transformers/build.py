@@ -12,6 +12,7 @@ from octavo.config import EngineConfig
 from octavo.errors import ConfigError
 from octavo.models.model_config import ModelConfig
 from octavo.models.registry import LoadedModel
+from octavo.ops.device_backend import is_gpu
 from octavo.quant.stored.stored_weight import WeightFormat
 from octavo.runtime import memory_budget
 from octavo_fleet.transformers.model import TransformersConfig, load_transformers
@@ -70,12 +71,18 @@ def own_settings(config: EngineConfig, model: TransformersConfig, device: torch.
 
 
 def _num_blocks(config: EngineConfig, model: TransformersConfig, block_size: int, device: torch.device) -> int:
-    """Blocks for ``max_num_seqs`` full contexts, or as many as fit into ``kv_cache_memory`` if each layer kept keys and
-    values of the model's full width, which few do; at least one context."""
+    """Blocks for ``max_num_seqs`` full contexts, or as many as fit into ``kv_cache_memory``, of a GPU by default what
+    is free, if each layer kept keys and values of the model's full width in float32, which few do; at least one
+    context."""
     max_len = config.model.max_model_len or model.max_position_embeddings
     per_seq = -(-max_len // block_size)
     count = config.scheduler.max_num_seqs or memory_budget.DEFAULTS[device.type].max_num_seqs
     given = config.cache.kv_cache_memory
-    size = memory_budget.CPU_KV_MEMORY if given is None else given * memory_budget.GIB
+    if given is not None:
+        size = given * memory_budget.GIB
+    elif is_gpu(device):  # which the model is on already
+        size = memory_budget.free_memory(device, config.cache.gpu_memory_utilization)
+    else:
+        size = memory_budget.CPU_KV_MEMORY
     per_block = 2 * model.num_layers * model.hidden_size * 4 * block_size
     return max(per_seq, min(count * per_seq, int(size // per_block)))

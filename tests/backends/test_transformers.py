@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -30,9 +31,11 @@ from octavo.config import EngineConfig
 from octavo.errors import CheckpointError, ConfigError
 from octavo.llm import LLM
 from octavo.quant.stored.stored_weight import WeightFormat
+from octavo.runtime import memory_budget
 from octavo.sampling_params import SamplingParams
 from octavo.types import Request
 from octavo_bench.architectures import tiny_config, tiny_model
+from octavo_fleet.transformers import build
 from octavo_fleet.transformers import model as loading
 from octavo_fleet.transformers.model import load_transformers, pretrained
 from octavo_fleet.transformers.own_cache import OwnCacheTransformer
@@ -195,9 +198,15 @@ def test_what_transformers_cannot_load(tmp_path: Path) -> None:
         build_engine(EngineConfig.from_flat({**SETTINGS, "model": tmp_path}))
 
 
-def test_the_share_of_a_gpus_memory_has_an_effect() -> None:
-    config = EngineConfig.from_flat({**SETTINGS, "model": "m", "gpu_memory_utilization": 0.5})
-    assert config.cache.gpu_memory_utilization == 0.5
+@pytest.mark.parametrize("share", [0.75, 0.9])
+def test_the_share_of_a_gpus_memory_limits_a_cache_of_its_own(share: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 10 GiB, 4 are free."""
+    monkeypatch.setattr(memory_budget, "release_unused", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (4 << 30, 10 << 30))
+    config = EngineConfig.from_flat({**SETTINGS, "model": "m", "gpu_memory_utilization": share})
+    model: Any = SimpleNamespace(max_position_embeddings=1 << 14, num_layers=2, hidden_size=64)
+    num_blocks = build._num_blocks(config, model, 16, torch.device("cuda"))
+    assert num_blocks == ((4 << 30) - int((10 << 30) * (1 - share))) // (2 * 2 * 64 * 4 * 16)
 
 
 CODE = """
