@@ -835,6 +835,26 @@ class _Widening(_CountingLayer):
         return x_TD.new_zeros(len(x_TD), x_TD.shape[1] + self.window) if self.window else x_TD[:, : x_TD.shape[1] // 2]
 
 
+class _OfType(_CountingLayer):
+    """Gives rows of the type of its weight."""
+
+    def __call__(self, x_TD: torch.Tensor) -> torch.Tensor:
+        return super().__call__(x_TD).to(self.weight.dtype)
+
+
+def test_layers_that_are_left_out_give_rows_of_the_same_type() -> None:
+    ran.clear()
+    float32, bfloat16 = torch.float32, torch.bfloat16
+    model: Any = SimpleNamespace(layers=[_OfType(dtype, 0) for dtype in (float32, bfloat16) * 3])
+    caches = [LayerCache(torch.empty(0), torch.empty(0), group=0) for _ in model.layers]
+    x_TD = torch.zeros(3, 4, dtype=bfloat16)
+    layers = with_distinct_layers(model, caches).layers  # type: ignore[attr-defined]
+    for layer, expected in zip(layers, (float32, bfloat16) * 3, strict=True):
+        x_TD = layer(x_TD)
+        assert x_TD.dtype == expected
+    assert ran == [(float32, 0), (bfloat16, 0), (bfloat16, 0)]
+
+
 @pytest.mark.parametrize(
     ("added", "widths"), [((4, 0, 4, 0, 4), [4, 8, 4]), ((2, 2, 2, 2), [4, 6, 8, 10])], ids=["and back", "ever wider"]
 )

@@ -177,24 +177,28 @@ class KernelTuner:
                 return None
 
 
-class _OnceOfItsKind:
-    """A layer that is left out where one with the same kernels has run on rows as wide."""
+Rows = tuple[int, torch.dtype]
+"""Columns and type of a layer's rows."""
 
-    def __init__(self, layer: Any, form: Hashable, is_first: bool, is_kept: bool, widths: dict[Hashable, int]) -> None:
-        """``widths``: the columns of what each kind of layer gave in this pass, shared by all layers of the model."""
+
+class _OnceOfItsKind:
+    """A layer that is left out where one with the same kernels has run on rows as wide, of the same type."""
+
+    def __init__(self, layer: Any, form: Hashable, is_first: bool, is_kept: bool, given: dict[Hashable, Rows]) -> None:
+        """``given``: what each kind of layer gave in this pass, shared by all layers of the model."""
         self._layer, self._form, self._is_first, self._is_kept = layer, form, is_first, is_kept
-        self._widths = widths
+        self._given = given
 
     def __call__(self, x_TD: torch.Tensor, *args: Any) -> torch.Tensor:
         if self._is_first:
-            self._widths.clear()
-        kind = self._form, x_TD.shape[1]
-        width = self._widths.get(kind)
-        if width is None or self._is_kept:
+            self._given.clear()
+        own = x_TD.shape[1], x_TD.dtype
+        rows = self._given.get((self._form, own))
+        if rows is None or self._is_kept:
             found: torch.Tensor = self._layer(x_TD, *args)
-            self._widths[kind] = found.shape[1]
+            self._given[self._form, own] = found.shape[1], found.dtype
             return found
-        return x_TD if width == x_TD.shape[1] else x_TD.new_empty(len(x_TD), width)
+        return x_TD if rows == own else x_TD.new_empty(len(x_TD), rows[0], dtype=rows[1])
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._layer, name)
@@ -208,11 +212,11 @@ def with_distinct_layers(model: CausalLM, caches: Sequence[LayerCache]) -> Causa
     layers = getattr(model, "layers", None)
     if not isinstance(layers, list):
         return model
-    widths: dict[Hashable, int] = {}
+    given: dict[Hashable, Rows] = {}
     kept = []
     for i, (layer, cache) in enumerate(zip(layers, caches, strict=True)):
         is_kept = i == len(layers) - 1 or isinstance(layer, Tap)
-        kept.append(_OnceOfItsKind(layer, (_form(layer), cache.group), i == 0, is_kept, widths))
+        kept.append(_OnceOfItsKind(layer, (_form(layer), cache.group), i == 0, is_kept, given))
     found = copy.copy(model)
     found.layers = kept  # type: ignore[attr-defined]
     return found
