@@ -63,7 +63,9 @@ class WorkerResult(NamedTuple):
 
 def _in_processes(fleet: Fleet, workload: Workload, targets: LatencyTargets, processes: int) -> list[WorkerResult]:
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([__name__])  # what they import takes seconds, which they share
+    # What they import takes seconds, which they share. The server of forks stays until this process ends, with the
+    # environment of its start, and is not counted among the resources used.
+    context.set_forkserver_preload([__name__])
     with ProcessPoolExecutor(processes, context) as pool:
         futures = [
             pool.submit(_serve, fleet, workload, targets, range(first, fleet.num_replicas, processes))

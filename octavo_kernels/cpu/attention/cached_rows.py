@@ -184,7 +184,7 @@ def rotate(number_format: int, x: Any) -> None:
 
 @inlined
 def _code(x: Any, scale: Any, lowest: Any, highest: Any) -> Any:
-    """As the contract has it; 0 where the scale is none."""
+    """As ``ops.attention.cached_rows`` has it; 0 where the scale is none."""
     if not (scale > 0 and scale < np.inf):
         return np.float32(0)
     return np.float32(min(max(np.rint(x / scale), np.float32(lowest)), np.float32(highest)))
@@ -192,7 +192,7 @@ def _code(x: Any, scale: Any, lowest: Any, highest: Any) -> Any:
 
 @inlined
 def _cut(x: Any, grows: Any) -> Any:
-    """As the contract has it."""
+    """As ``ops.attention.cached_rows`` has it."""
     if not abs(x) < np.inf:
         return np.float32(np.nan)
     if x == 0:

@@ -1,4 +1,5 @@
-"""Rows of INT8 and INT4 (the contract's, to the bit) in a kernel: made of keys and values, and loaded.
+"""Rows of INT8 and INT4 in a kernel: made of keys and values, and loaded. They are those of
+``ops.attention.cached_rows``, to the bit.
 
 Products with keys of 8 bits are multiplied by the keys' scales, and weights of values by those of values. Rows of 4
 bits become numbers in registers; they are rotated, and so are the queries that they meet, and results are turned back.
@@ -172,14 +173,15 @@ def _codes(x: tl.tensor, scale: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def _cut(x: tl.tensor, grows: tl.tensor) -> tl.tensor:
-    """As the contract has it."""
+    """As ``ops.attention.cached_rows`` has it."""
     bits = ((x + 0.0).to(tl.int32, bitcast=True) + tl.where(grows, 0xFFFF, 0)) & -0x10000
     return tl.where(tl.abs(x) < float("inf"), bits.to(tl.float32, bitcast=True), float("nan"))
 
 
 @triton.jit
 def rotated(x: tl.tensor, RUN: tl.constexpr) -> tl.tensor:
-    """``rotated`` of rows [rows, D], in runs of RUN numbers: as there, a power of two after the other.
+    """``rotated`` of rows [rows, D], in runs of RUN numbers: as in ``ops.attention.cached_rows``, a power of two after
+    the other.
 
     Each round takes the lowest bit of a number's place and puts it on top.
     """
