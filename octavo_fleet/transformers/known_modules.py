@@ -14,7 +14,7 @@ import inspect
 import threading
 import types
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any, TypeGuard
 
@@ -125,10 +125,10 @@ def _joined(linears: list[nn.Linear]) -> tuple[Tensor, Tensor | None]:
         if parts[0] is None:
             found.append(None)
             continue
-        whole = torch.cat([part.data for part in parts])
-        for part, view in zip(parts, whole.split_with_sizes([len(part) for part in parts]), strict=True):
+        joined = torch.cat([part.data for part in parts])
+        for part, view in zip(parts, joined.split_with_sizes([len(part) for part in parts]), strict=True):
             part.data = view
-        found.append(whole)
+        found.append(joined)
     weight_ND, bias_N = found
     assert weight_ND is not None
     return weight_ND, bias_N
@@ -145,8 +145,8 @@ class _Columns(threading.local):
     def part(self, index: int, x: Tensor) -> Tensor:
         """The outputs [..., N] of one of the maps; each result is kept until its map has asked for it."""
         if self._of is not x or self._parts[index] is None:
-            whole = _linear(x, self.weight_ND, self.bias_N)
-            self._of, self._parts = x, list(whole.split_with_sizes(self.sizes, dim=-1))
+            outputs = _linear(x, self.weight_ND, self.bias_N)
+            self._of, self._parts = x, list(outputs.split_with_sizes(self.sizes, dim=-1))
         found, self._parts[index] = self._parts[index], None
         assert found is not None
         if all(part is None for part in self._parts):
@@ -181,14 +181,14 @@ def _known(module: nn.Module) -> Callable[..., Any] | None:
     if type(module).__name__.endswith("RMSNorm") and set(parameters) == {"weight"} and parameters["weight"].dim() == 1:
         return _first_alike(module, parameters["weight"].shape[0], _norms(module))
     if type(module).__name__.endswith("MLP") and not any(module._forward_hooks.values()):
-        ups, down = _feed_forward(module)
-        activation = _activation(module)
-        if ups is not None and down is not None and activation is not None:
+        gate_ups, down, activation = _gate_ups(module), getattr(module, "down_proj", None), _activation(module)
+        if gate_ups is not None and isinstance(down, nn.Module) and activation is not None:
 
             def gated(x: Tensor) -> Tensor:
-                return down(_linear(x, *ups, activation))
+                found: Tensor = down(_linear(x, *gate_ups, activation))
+                return found
 
-            return _first_alike(module, ups[0].shape[1], iter([gated]))
+            return _first_alike(module, gate_ups[0].shape[1], [gated])
     return None
 
 
@@ -217,20 +217,19 @@ def _norms(module: nn.Module) -> Iterator[Callable[[Tensor], Tensor]]:
         yield norm
 
 
-def _feed_forward(module: nn.Module) -> tuple[tuple[Tensor, Tensor | None] | None, Callable[[Tensor], Tensor] | None]:
-    """Weight [2 F, D] and bias of the gates and ups of a feed-forward layer, and its map down; ``None`` for others."""
-    down, fused = getattr(module, "down_proj", None), getattr(module, "gate_up_proj", None)
-    if not isinstance(down, nn.Module):
-        return None, None
+def _gate_ups(module: nn.Module) -> tuple[Tensor, Tensor | None] | None:
+    """Weight [2 F, D] and bias of the gates and ups of a feed-forward layer; ``None`` for others."""
+    fused = getattr(module, "gate_up_proj", None)
     if _is_plain(fused):
-        return (fused.weight.data, None if fused.bias is None else fused.bias.data), down
+        return fused.weight.data, None if fused.bias is None else fused.bias.data
     columns: Any = getattr(getattr(module, "gate_proj", None), COLUMNS, None)
-    is_pair = columns is not None and getattr(module.up_proj, COLUMNS, None) is columns
-    return ((columns.weight_ND, columns.bias_N), down) if is_pair else (None, None)
+    if columns is not None and getattr(module.up_proj, COLUMNS, None) is columns:
+        return columns.weight_ND, columns.bias_N
+    return None
 
 
 def _first_alike(
-    module: nn.Module, width: int, candidates: Iterator[Callable[[Tensor], Tensor]]
+    module: nn.Module, width: int, candidates: Iterable[Callable[[Tensor], Tensor]]
 ) -> Callable[[Tensor], Tensor] | None:
     """The candidate that gives what the module gives for random rows [1, T, width], if one does."""
     parameter, sizes = next(module.parameters()), torch.tensor(SIZES)[:, None]

@@ -72,15 +72,15 @@ class SlicedValues:
 
     def rows(self, ids_T: Tensor) -> Tensor:
         """Rows of the weight as float32 [T, K]."""
-        return self.whole_rows(ids_T).float() * (self.scales_N[ids_T, None] / UNIT)
+        return self.integer_rows(ids_T).float() * (self.scales_N[ids_T, None] / UNIT)
 
-    def whole_rows(self, ids_T: Tensor) -> Tensor:
+    def integer_rows(self, ids_T: Tensor) -> Tensor:
         """Rows of the weight without their scales, as int32 [T, K]: multiples of 1 / UNIT."""
         parts = self.slices[ids_T // PANEL, :, :, :, ids_T % PANEL].int().unbind(2)
-        whole = torch.zeros_like(parts[0])
+        integers = torch.zeros_like(parts[0])
         for part in parts:
-            whole = (whole << 8) + part
-        return whole.flatten(1)[:, : self.shape[1]]
+            integers = (integers << 8) + part
+        return integers.flatten(1)[:, : self.shape[1]]
 
 
 def _rounded(x_NK: Tensor) -> tuple[Tensor, Tensor]:
@@ -105,20 +105,20 @@ def sliced_linear(x_TK: Tensor, weight: SlicedValues, fused: Fused = PLAIN) -> T
 
     def multiply(normed_TK: Tensor) -> Tensor:
         ids_N = torch.arange(weight.shape[0], device=x_TK.device)
-        y_TN = _exact_product(normed_TK.double(), weight.whole_rows(ids_N).double())
+        y_TN = _exact_product(normed_TK.double(), weight.integer_rows(ids_N).double())
         y_TN *= weight.scales_N[ids_N] / UNIT
         return (y_TN if fused.bias_N is None else y_TN + fused.bias_N).to(x_TK.dtype)
 
     return compose(x_TK, fused, multiply)
 
 
-def _exact_product(x_TK: Tensor, whole_NK: Tensor) -> Tensor:
-    """``x @ whole.T`` by sums that no order of additions changes: those of a row's numbers as small integers."""
+def _exact_product(x_TK: Tensor, integers_NK: Tensor) -> Tensor:
+    """``x @ integers.T`` to the same bits in any order of additions: x is multiplied in pieces that are small integers."""
     largest_T1 = x_TK.abs().amax(dim=1, keepdim=True).clamp(min=TINY)
-    rest_TK, y_TN = x_TK / largest_T1, x_TK.new_zeros(len(x_TK), len(whole_NK))
+    rest_TK, y_TN = x_TK / largest_T1, x_TK.new_zeros(len(x_TK), len(integers_NK))
     for _ in range(PIECES):
         rest_TK = rest_TK * 2.0**PIECE_BITS
         piece_TK = rest_TK.round()
-        y_TN = y_TN * 2.0**PIECE_BITS + piece_TK @ whole_NK.T
+        y_TN = y_TN * 2.0**PIECE_BITS + piece_TK @ integers_NK.T
         rest_TK = rest_TK - piece_TK
     return y_TN * (largest_T1 / 2.0 ** (PIECES * PIECE_BITS))
