@@ -222,10 +222,9 @@ def _gate_ups(module: nn.Module) -> tuple[Tensor, Tensor | None] | None:
     fused = getattr(module, "gate_up_proj", None)
     if _is_plain(fused):
         return fused.weight.data, None if fused.bias is None else fused.bias.data
-    columns: Any = getattr(getattr(module, "gate_proj", None), COLUMNS, None)
-    if columns is not None and getattr(module.up_proj, COLUMNS, None) is columns:
-        return columns.weight_ND, columns.bias_N
-    return None
+    columns, other = (getattr(getattr(module, name, None), COLUMNS, None) for name in ("gate_proj", "up_proj"))
+    is_pair = columns is other
+    return (columns.weight_ND, columns.bias_N) if is_pair and isinstance(columns, _Columns) else None
 
 
 def _first_alike(

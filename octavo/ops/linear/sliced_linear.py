@@ -113,7 +113,7 @@ def sliced_linear(x_TK: Tensor, weight: SlicedValues, fused: Fused = PLAIN) -> T
 
 
 def _exact_product(x_TK: Tensor, integers_NK: Tensor) -> Tensor:
-    """``x @ integers.T`` to the same bits in any order of additions: x is multiplied in pieces that are small integers."""
+    """``x @ integers.T``, the same bits in any order of additions: x is multiplied in pieces of small integers."""
     largest_T1 = x_TK.abs().amax(dim=1, keepdim=True).clamp(min=TINY)
     rest_TK, y_TN = x_TK / largest_T1, x_TK.new_zeros(len(x_TK), len(integers_NK))
     for _ in range(PIECES):
