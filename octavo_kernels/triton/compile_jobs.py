@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler.compiler import ASTSource
-from triton.runtime.jit import JITFunction
+from triton.runtime.jit import DependenciesFinder, JITFunction
 
 from octavo.errors import CANCELLATIONS
 
@@ -38,6 +38,21 @@ class CompileJob(msgspec.Struct, array_like=True, frozen=True):
 
 
 _decode = msgspec.msgpack.Decoder(CompileJob).decode
+_take_over = DependenciesFinder._update_hash
+
+
+def _ask_and_take_over(finder: DependenciesFinder, called: Any) -> None:
+    """Put a function that a kernel calls into the kernel's digest.
+
+    The digest has the constants that the function uses. Triton 3.6 takes them over as they are known, which they are
+    once the function's own digest was asked for: without that, a process that compiled other kernels before would have
+    another digest for the same kernel.
+    """
+    _ = called.cache_key
+    _take_over(finder, called)
+
+
+DependenciesFinder._update_hash = _ask_and_take_over
 
 
 def described(compile_one: Callable[[], Any]) -> bytes | None:

@@ -50,6 +50,71 @@ def main():
 main()
 """
 
+SENDER = """
+import sys
+from pathlib import Path
+
+import msgspec
+import torch
+from triton import knobs
+from triton.runtime.cache import get_cache_key
+from triton.runtime.jit import JITFunction
+
+from octavo_bench.kernel_resources import TARGETS, pretend
+from octavo_kernels.triton import launch
+from octavo_kernels.triton.compile_jobs import described
+from tests.ops.triton.kernel_runs import calls
+
+jobs = {}
+
+def note(kernel, key, signature, device, constants, options, attributes, warmup):
+    _, _, target, backend, _ = kernel.device_caches[device]
+    src = kernel.ASTSource(kernel, signature, constants, attributes)
+
+    def compile_one():
+        return src, options, target
+
+    jobs[get_cache_key(src, backend, options, {})] = described(compile_one)
+
+JITFunction._do_compile = note
+launch._compiling.set(set())
+for gpu in ("h100", "a100"):
+    pretend(TARGETS[gpu])
+    for has_pdl in (True, False):
+        launch._pdl.set(has_pdl)
+        for _, call in calls(torch.device("cpu")):
+            call()
+Path(sys.argv[1]).write_bytes(msgspec.msgpack.encode(jobs))
+"""
+
+RECEIVER = """
+import sys
+from collections import Counter
+from pathlib import Path
+
+import msgspec
+import triton
+from triton.runtime.cache import get_cache_key
+
+from octavo_kernels.triton import compile_jobs
+
+class Found(BaseException):
+    pass
+
+def compile(src, target, options):
+    backend = triton.compiler.make_backend(target)
+    raise Found(get_cache_key(src, backend, backend.parse_options(options), {}))
+
+triton.compile = compile
+jobs = msgspec.msgpack.decode(Path(sys.argv[1]).read_bytes())
+others = Counter()
+for key, job in reversed(jobs.items()):
+    answer = compile_jobs.execute(job) if job is not None else "not sent: " + key
+    if answer != "Found: " + key:
+        others[answer] += 1
+print(len(jobs), dict(others))
+"""
+
 ECHO = """
 import os, socket, sys
 from octavo.system.child_worker import LENGTH, receive
@@ -65,6 +130,19 @@ def test_a_kernel_that_another_process_compiled_is_loaded(tmp_path: Path) -> Non
     environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path)}
     done = subprocess.run([sys.executable, "-c", SCRIPT], env=environment, capture_output=True, text=True, timeout=250)
     assert done.returncode == 0, done.stderr[-3000:]
+
+
+def test_every_launch_is_the_same_kernel_in_another_process(tmp_path: Path) -> None:
+    """To the key in Triton's cache, whichever kernels either process had before: here in the reverse order."""
+    jobs = str(tmp_path / "jobs")
+    environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path)}
+    for script in (SENDER, RECEIVER):
+        command = [sys.executable, "-c", script, jobs]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=250)
+        assert done.returncode == 0, done.stderr[-3000:]
+    count, others = done.stdout.split(maxsplit=1)
+    assert int(count) > 400
+    assert others.strip() == "{}"
 
 
 @pytest.fixture
