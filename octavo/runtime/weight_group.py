@@ -64,7 +64,8 @@ class WeightGroup:
             self._files.pop().close()
         if leaves_group and self._worker is not None:
             self._worker.shutdown(wait=False, cancel_futures=True)
-            self._worker, self._group, self._orders = None, None, []
+            self._worker, self._orders = None, []
+            self._leave()
 
     def check(self) -> None:
         """Raise ``CheckpointError`` if an order failed since the last call."""
@@ -84,6 +85,7 @@ class WeightGroup:
         from torch.distributed import distributed_c10d
         from torch.distributed.rendezvous import rendezvous
 
+        self._leave()
         # As torch.distributed makes a group beside the default one, which there may be, so that trainers can do so.
         url = f"tcp://{group.address}:{group.port}"
         store, _, _ = next(rendezvous(url, group.rank, group.world_size, timeout=TIMEOUT))
@@ -97,6 +99,15 @@ class WeightGroup:
             group_name=distributed_c10d.GroupName(group.name),
             timeout=TIMEOUT,
         )
+        distributed_c10d._world.pg_group_ranks[self._group] = {rank: rank for rank in range(group.world_size)}
+
+    def _leave(self) -> None:
+        """Give up the group, whose name the next one may have: torch.distributed has one of a name."""
+        from torch.distributed import destroy_process_group
+
+        group, self._group = self._group, None
+        if group is not None:
+            destroy_process_group(group)
 
     def _receive(self, file: TensorFile, names: Sequence[str], is_packed: bool) -> None:
         for part in packs([file.tensors[name] for name in names], PACKED_BYTES if is_packed else 0):

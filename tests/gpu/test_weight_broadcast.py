@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -15,7 +13,7 @@ from safetensors.torch import load_file
 
 from octavo import LLM
 from octavo.types import AskReceiver, DropTensors, JoinGroup, ReceiveTensors, TakeWeights, WeightOrder
-from tests.llm.test_weight_updates import SETTINGS, TRAINER, changed, said
+from tests.llm.test_weight_updates import SETTINGS, changed, said, start_trainer
 from tests.models.families import make_checkpoint
 
 pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
@@ -23,6 +21,7 @@ pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two
 ON_GPU: dict[str, Any] = {
     **SETTINGS,
     "device": "cuda",
+    "block_size": 16,
     "gpu_memory_utilization": 1.0,
     "max_num_seqs": 4,
     "batch_invariant": True,
@@ -40,11 +39,8 @@ def test_weights_that_a_trainer_broadcasts(settings: dict[str, Any], tmp_path: P
     announced = ReceiveTensors(names, types, [tuple(tensor.shape) for tensor in tensors.values()])
     with LLM(str(second), **settings) as fresh:
         expected = said(fresh)
-    command = [sys.executable, "-c", TRAINER, str(second), "one", "cuda:1"]
-    trainer = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    assert trainer.stdout is not None
+    trainer, port = start_trainer(second, "cuda:1")
     try:
-        port = int(trainer.stdout.readline())
         with LLM(str(tmp_path / "a"), **settings) as llm:
             before, engine = said(llm), llm.engine
 

@@ -261,11 +261,8 @@ def test_weights_that_a_trainer_broadcasts(folders: tuple[Path, Path]) -> None:
     announced = ReceiveTensors(names, types, [tuple(tensor.shape) for tensor in tensors.values()])
     with LLM(str(folders[1]), **SETTINGS) as fresh:
         expected = said(fresh)
-    command = [sys.executable, "-c", TRAINER, str(folders[1]), "one", "cpu"]
-    trainer = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    assert trainer.stdout is not None
+    trainer, port = start_trainer(folders[1], "cpu")
     try:
-        port = int(trainer.stdout.readline())
         with LLM(str(folders[0]), **SETTINGS) as llm:
             before, engine = said(llm), llm.engine
 
@@ -294,10 +291,24 @@ def test_weights_that_a_trainer_broadcasts(folders: tuple[Path, Path]) -> None:
             with pytest.raises(CheckpointError, match="weights were not received"):
                 received(announced)
             assert said(llm) == before
+            engine.order_weights(DropTensors())
+            trainer, port = start_trainer(folders[1], "cpu")  # a new one whose group has the same name
+            received(JoinGroup("127.0.0.1", port, 1, 2, "gloo", "one"))
+            received(announced)
+            engine.order_weights(TakeWeights())
+            assert said(llm) == expected
             engine.order_weights(DropTensors(leaves_group=True))
     finally:
         trainer.kill()
         trainer.wait()
+
+
+def start_trainer(folder: Path, device: str) -> tuple[subprocess.Popen[str], int]:
+    """One that broadcasts the folder's weights, and the port of its group "one"."""
+    command = [sys.executable, "-c", TRAINER, str(folder), "one", device]
+    trainer = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    assert trainer.stdout is not None
+    return trainer, int(trainer.stdout.readline())
 
 
 def test_a_packed_buffer_ends_behind_the_tensor_that_fills_it() -> None:
