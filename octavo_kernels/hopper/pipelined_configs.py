@@ -31,6 +31,8 @@ SHARED_STEPS = 4
 """What it costs a program to share a tile, in steps."""
 UNEVEN = 0.75
 """Throughput where programs take several tiles and end in the middle of one, relative to whole tiles."""
+LEAST_ROWS = 8
+"""Of a tile, as tensor cores have it; rows of less cost copies and registers."""
 LEAST_SORTED = 128
 """Rows of a tile from which on tilings are sorted by expected throughput; those of smaller ones are in their order."""
 LEAST_STAGES = {1: 3, 2: 3, 3: 6}
@@ -44,7 +46,7 @@ class PipelinedConfig:
     block_n: int
     """Outputs of a tile, and as many ups: a multiple of 16 x warps."""
     block_t: int
-    """Rows of a tile, a power of two from 16 on."""
+    """Rows of a tile, a power of two from 8 on."""
     warps: int
     """4 or 8."""
     stages: int
@@ -70,6 +72,7 @@ class _Tiling(NamedTuple):
 _THREE, _TWO, _ONE = _Tiling(64, 4, 3, 80, 8), _Tiling(64, 4, 2, 128, 8, 0.75), _Tiling(64, 4, 1, 168, 5, 0.8)
 _WIDE = _Tiling(128, 8, 1, 168, 8, 0.87)
 _TILINGS = {
+    8: (_THREE, _TWO, _Tiling(128, 4, 2, 128, 8), _WIDE),
     16: (_THREE, _TWO, _Tiling(128, 4, 2, 128, 8), _WIDE),
     32: (_THREE, _TWO, _WIDE),
     64: (_TWO, _WIDE),
@@ -80,6 +83,7 @@ _TILINGS = {
 several programs, one of which ends a tile while another multiplies; wide ones take fewer rows from the cache."""
 
 _EXPERT_TILINGS = {
+    8: (_THREE, _TWO, _Tiling(128, 4, 2, 128, 8), _WIDE),
     16: (_Tiling(128, 4, 2, 128, 8), _THREE, _TWO, _WIDE),
     32: (_Tiling(128, 4, 2, 128, 8), _THREE, _TWO, _WIDE),
     64: (_Tiling(256, 8, 1, 168, 8), _TWO, _WIDE),
@@ -128,7 +132,7 @@ def expert_config(product: GroupedProduct, block_t: int, device: torch.device) -
 def _configs(product: GroupedProduct, rows: int, device: torch.device) -> Iterator[tuple[float, PipelinedConfig]]:
     """What fits, with its expected throughput; 0 for all tiles of few rows, which are in their order."""
     most_rows = 128 if product.is_gated or (rows > 256 and rows % 256) else 256  # gates and ups take registers twice
-    largest = min(max(16, triton.next_power_of_2(rows)), most_rows)
+    largest = min(max(LEAST_ROWS, triton.next_power_of_2(rows)), most_rows)
     for block_t in (largest, 128) if largest > 128 else (largest,):
         for throughput, config in _fitting(product, block_t, _TILINGS[block_t], device):
             tiles = triton.cdiv(product.outputs, config.block_n) * triton.cdiv(rows, block_t)

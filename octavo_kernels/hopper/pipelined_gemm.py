@@ -44,7 +44,7 @@ from octavo_kernels.hopper.pipelined_producer import produce
 from octavo_kernels.hopper.pipelined_tiles import grain_of, rows_of_tile, steps_of, tiles_of_rows
 from octavo_kernels.triton.activation import activation_of
 from octavo_kernels.triton.experts.expert_tiles import Tiles
-from octavo_kernels.triton.grouped.grouped_numbers import entry_assembly, entry_offset
+from octavo_kernels.triton.grouped.grouped_numbers import SUM_FACTOR, entry_assembly, entry_offset, scale_factor
 from octavo_kernels.triton.grouped.grouped_product import GroupedProduct
 from octavo_kernels.triton.launch import counters, launch
 
@@ -120,6 +120,7 @@ def _multiply(
         STAGES=config.stages,
         **activation,
         OFFSET=entry_offset(packed),
+        FACTOR=scale_factor(packed, torch.bfloat16),
         ASSEMBLY=entry_assembly(packed, torch.bfloat16, entry_offset(packed)),
         WARPS=config.warps,
         num_warps=config.warps,
@@ -144,12 +145,15 @@ def _flat_tiles(values_GN: Tensor, block_n: int) -> TensorDescriptor:
 
 @gluon.jit
 def _of_outputs(
-    ring: gl.tensor, place: gl.tensor, BLOCK_N: gl.constexpr, OFFSET: gl.constexpr, LEFT: gl.constexpr
-) -> gl.tensor:
+    ring: gl.tensor, place: gl.tensor, BLOCK_N: gl.constexpr, OFFSET: gl.constexpr, FACTOR: gl.constexpr,
+    LEFT: gl.constexpr,
+) -> gl.tensor:  # fmt: skip
     """Scales, zeros or minima of a group as bfloat16, for every word: [BLOCK_N, 32]."""
     values = ring.index(place).slice(0, BLOCK_N).load(gl.SliceLayout(1, LEFT))
     if OFFSET:
         values = values.to(gl.float32) + OFFSET
+    if FACTOR != 1:
+        values = values.to(gl.float32) * FACTOR
     values = values.to(gl.float32).to(gl.bfloat16)
     return values[:, None].broadcast_to([BLOCK_N, _WORDS])
 
@@ -157,13 +161,13 @@ def _of_outputs(
 @gluon.jit
 def _of_plane(
     ring: gl.tensor, place: gl.tensor, BLOCK_N: gl.constexpr, HALVES: gl.constexpr, OFFSET: gl.constexpr,
-    LEFT: gl.constexpr,
+    FACTOR: gl.constexpr, LEFT: gl.constexpr,
 ) -> gl.tensor:  # fmt: skip
     """The same of a plane, whose halves may be of two groups; the compiler knows of which half a register is."""
-    values = _of_outputs(ring, place, BLOCK_N, OFFSET, LEFT)
+    values = _of_outputs(ring, place, BLOCK_N, OFFSET, FACTOR, LEFT)
     if HALVES == 2:
         is_first = gl.arange(0, _WORDS, gl.SliceLayout(0, LEFT)) < _WORDS // 2
-        values = gl.where(is_first[None, :], values, _of_outputs(ring, place + 1, BLOCK_N, OFFSET, LEFT))
+        values = gl.where(is_first[None, :], values, _of_outputs(ring, place + 1, BLOCK_N, OFFSET, FACTOR, LEFT))
     return values
 
 
@@ -186,18 +190,18 @@ def _load_words(words_ring: gl.tensor, place: gl.tensor, LEFT: gl.constexpr) -> 
 @gluon.jit
 def _load_part(
     words: gl.tensor, scales_ring: gl.tensor, zeros_ring: gl.tensor, minima_ring: gl.tensor, place: gl.tensor,
-    HALVES: gl.constexpr, OFFSET: gl.constexpr,
+    HALVES: gl.constexpr, OFFSET: gl.constexpr, FACTOR: gl.constexpr,
 ) -> tuple[gl.tensor, gl.tensor, gl.tensor]:  # fmt: skip
     """Zeros, scales and minima of a part of a chunk, in the registers of its words; words for what there is not."""
     BLOCK_N: gl.constexpr = words.shape[0]
     LEFT: gl.constexpr = words.type.layout
     zeros, scales, minima = words, words, words
     if zeros_ring is not None:
-        zeros = _of_plane(zeros_ring, place, BLOCK_N, HALVES, OFFSET, LEFT)
+        zeros = _of_plane(zeros_ring, place, BLOCK_N, HALVES, OFFSET, 1, LEFT)
     if scales_ring is not None:
-        scales = _of_plane(scales_ring, place, BLOCK_N, HALVES, 0, LEFT)
+        scales = _of_plane(scales_ring, place, BLOCK_N, HALVES, 0, FACTOR, LEFT)
     if minima_ring is not None:
-        minima = _of_plane(minima_ring, place, BLOCK_N, HALVES, 0, LEFT)
+        minima = _of_plane(minima_ring, place, BLOCK_N, HALVES, 0, 1, LEFT)
     return zeros, scales, minima
 
 
@@ -206,7 +210,7 @@ def _sum_steps(
     acc: gl.tensor, up: gl.tensor, last: gl.tensor, x_ring: gl.tensor, words_ring: gl.tensor, scales_ring: gl.tensor,
     zeros_ring: gl.tensor, minima_ring: gl.tensor, full: gl.tensor, empty: gl.tensor, first: gl.tensor, stop: gl.tensor,
     CHUNK: gl.constexpr, PARTS: gl.constexpr, WEIGHTS: gl.constexpr, STAGES: gl.constexpr, OFFSET: gl.constexpr,
-    ASSEMBLY: gl.constexpr,
+    FACTOR: gl.constexpr, ASSEMBLY: gl.constexpr,
 ) -> tuple[gl.tensor, ...]:  # fmt: skip
     """The sums of a tile's steps from ``first`` to ``stop``. ``last`` is the operand of the product that is not over.
 
@@ -232,10 +236,12 @@ def _sum_steps(
             for p in gl.static_range(PLANES):
                 if p % OF_PART == 0:
                     at = place * PARTS + p // OF_PART * HALVES
-                    zeros, scales, minima = _load_part(words, scales_ring, zeros_ring, minima_ring, at, HALVES, OFFSET)
+                    zeros, scales, minima = _load_part(
+                        words, scales_ring, zeros_ring, minima_ring, at, HALVES, OFFSET, FACTOR
+                    )
                     if WEIGHTS == 2:
                         up_zeros, up_scales, up_minima = _load_part(
-                            up_words, scales_ring, zeros_ring, minima_ring, at + CHUNKS * PARTS, HALVES, OFFSET
+                            up_words, scales_ring, zeros_ring, minima_ring, at + CHUNKS * PARTS, HALVES, OFFSET, FACTOR
                         )
                 x = x_ring.index(slot).slice(c * CHUNK + p * _WORDS, _WORDS, 1).permute((1, 0))
                 is_sum = i > first if c + p == 0 else True
@@ -269,8 +275,8 @@ def _consume(
     out_ptr: gl.tensor, sums_ptr: gl.tensor, counters_ptr: gl.tensor, begin: gl.tensor, end: gl.tensor,
     programs: gl.tensor, count: gl.tensor, grain: gl.tensor, units: gl.tensor, tiles_t: gl.tensor, T: gl.tensor,
     num_outputs: gl.tensor, CHUNK: gl.constexpr, PARTS: gl.constexpr, STAGES: gl.constexpr, ACTIVATION: gl.constexpr,
-    ALPHA: gl.constexpr, LIMIT: gl.constexpr, OFFSET: gl.constexpr, ASSEMBLY: gl.constexpr, WARPS: gl.constexpr,
-    PDL: gl.constexpr,
+    ALPHA: gl.constexpr, LIMIT: gl.constexpr, OFFSET: gl.constexpr, FACTOR: gl.constexpr, ASSEMBLY: gl.constexpr,
+    WARPS: gl.constexpr, PDL: gl.constexpr,
 ) -> None:  # fmt: skip
     """Multiply, a tile after the other."""
     BLOCK_N: gl.constexpr = words_ring.shape[1] * _TILE
@@ -288,9 +294,12 @@ def _consume(
         stop = gl.minimum(end, (tile + 1) * units)
         acc, up, last = _sum_steps(
             warpgroup_mma_init(none), warpgroup_mma_init(none), nothing, x_ring, words_ring, scales_ring, zeros_ring,
-            minima_ring, full, empty, step - begin, stop - begin, CHUNK, PARTS, WEIGHTS, STAGES, OFFSET, ASSEMBLY,
+            minima_ring, full, empty, step - begin, stop - begin, CHUNK, PARTS, WEIGHTS, STAGES, OFFSET, FACTOR,
+            ASSEMBLY,
         )  # fmt: skip
         acc, up, last = warpgroup_mma_wait(0, deps=(acc, up, last))
+        if FACTOR != 1:
+            acc, up = acc * SUM_FACTOR, up * SUM_FACTOR
         expert, first_row, stop_row = rows_of_tile(tile % tiles_t, expert_ptr, first_ptr, rows_ptr, T, BLOCK_T)
         own_scales, own_bias = scales_ptr, bias_ptr
         if scales_ptr is not None:
@@ -319,7 +328,8 @@ def pipelined_gemm_kernel(
     out_ptr: gl.tensor, sums_ptr: gl.tensor, counters_ptr: gl.tensor, T: gl.tensor, num_outputs: gl.tensor,
     K: gl.tensor, num_rows: gl.tensor, group_size: gl.tensor, BLOCK_T: gl.constexpr, BLOCK_N: gl.constexpr,
     CHUNK: gl.constexpr, PARTS: gl.constexpr, STAGES: gl.constexpr, ACTIVATION: gl.constexpr, ALPHA: gl.constexpr,
-    LIMIT: gl.constexpr, OFFSET: gl.constexpr, ASSEMBLY: gl.constexpr, WARPS: gl.constexpr, PDL: gl.constexpr,
+    LIMIT: gl.constexpr, OFFSET: gl.constexpr, FACTOR: gl.constexpr, ASSEMBLY: gl.constexpr, WARPS: gl.constexpr,
+    PDL: gl.constexpr,
 ) -> None:  # fmt: skip
     """Set up the rings, and specialise the warps.
 
@@ -356,7 +366,7 @@ def pipelined_gemm_kernel(
             (_consume, (x_ring, words_ring, scales_ring, zeros_ring, minima_ring, full, empty, scales_ptr, bias_ptr,
                         residual_ptr, share_ptr, expert_ptr, first_ptr, rows_ptr, order_ptr, out_ptr, sums_ptr,
                         counters_ptr, begin, end, programs, count, grain, units, tiles_t, T, num_outputs, CHUNK, PARTS,
-                        STAGES, ACTIVATION, ALPHA, LIMIT, OFFSET, ASSEMBLY, WARPS, PDL)),
+                        STAGES, ACTIVATION, ALPHA, LIMIT, OFFSET, FACTOR, ASSEMBLY, WARPS, PDL)),
             (produce, (x_tiles, words_tiles, scales_tiles, zeros_tiles, minima_tiles, x_ring, words_ring, scales_ring,
                        zeros_ring, minima_ring, full, empty, expert_ptr, first_ptr, rows_ptr, begin, end, units,
                        tiles_t, T, num_outputs, num_rows, group_size, BLOCK_N, CHUNK, PARTS, WEIGHTS, STAGES, PDL)),

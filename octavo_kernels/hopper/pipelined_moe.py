@@ -13,7 +13,7 @@ from torch import Tensor
 
 from octavo.ops.linear.grouped_linear import BITS, HALF, PackedGroups
 from octavo.ops.moe import GroupedExperts, has_gates
-from octavo_kernels.hopper.pipelined_configs import PipelinedConfig, expert_config
+from octavo_kernels.hopper.pipelined_configs import LEAST_ROWS, PipelinedConfig, expert_config
 from octavo_kernels.triton.activation import activation_of
 from octavo_kernels.triton.experts.expert_tiles import sort_into_tiles, tile_rows
 from octavo_kernels.triton.experts.gather_rows import gather_rows
@@ -37,7 +37,7 @@ def expert_configs(
     one does not take these experts, if other rows may not affect in which order sums are added, and for so few
     tokens that they hardly share any experts."""
     first = experts.gate_up
-    block = tile_rows(ids_TS.numel(), experts.num_routed or experts.num_experts, MAX_ROWS, ROOM)
+    block = tile_rows(ids_TS.numel(), experts.num_routed or experts.num_experts, MAX_ROWS, ROOM, LEAST_ROWS)
     few = 1 if first.minima_GN is not None or first.group == HALF else FEW_TOKENS
     is_wide = BITS[first.number] == 8
     if not has_gates(experts.activation) or is_invariant():

@@ -23,6 +23,8 @@ from octavo.ops.linear.linear import PLAIN, Activation, Fused, compose
 #     4 bit   [B, C, 16, 32]   bits 4 p .. 4 p + 3 of word j of a chunk are its input 32 p + j, of 128
 #     8 bit   [B, C, 16, 32]   bits 8 p .. 8 p + 7 of word j of a chunk are its input 32 p + j, of 64
 #
+# FP4 alone has its bits at other places of the word, see ``E2M1_PLACES``.
+#
 # So a tile's chunk is 1 KiB in one piece, and a mask and a shift give 32 neighbouring inputs at a time, two in each
 # register as tensor cores want them. Outputs are filled up to whole tiles and inputs to whole chunks; what kernels read
 # there is multiplied by 0.
@@ -37,6 +39,9 @@ HALF = WORDS // 2
 """Inputs that a tensor core multiplies at once, at least; the length of the shortest groups."""
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 """The number of each code of FP4: a sign bit, two exponent bits and one mantissa bit."""
+E2M1_PLACES = ((15, 6), (12, 3), (14, 0), (13, 9))
+"""Of each plane p, the bit of a word that is the sign of input 32 p + j, and the lowest of its three other bits: those
+of plane 0 are where bfloat16 has them, those of plane 1 are there after one shift, and the others after two."""
 LARGEST_COPY = 1 << 28
 """Entries of the largest weight of which kernels may make a dense copy for many tokens."""
 _WORDS_AT_ONCE = 1 << 24
@@ -113,9 +118,8 @@ class PackedGroups:
 
     def _rows_of(self, words: Tensor, ids_T: Tensor) -> Tensor:
         """Float32 rows: of all in these tiles, as many as there are ids, which choose their scales."""
-        T, K, bits = len(ids_T), self.shape[1], BITS[self.number]
-        shifts = torch.arange(0, 16, bits, device=words.device).view(-1, 1)
-        fields = (words.int().transpose(1, 2).unsqueeze(3) >> shifts) & ((1 << bits) - 1)
+        T, K = len(ids_T), self.shape[1]
+        fields = _fields(words.transpose(1, 2).unsqueeze(3).int(), self.number)
         numbers = _numbers(fields.reshape(-1, fields[0, 0].numel())[:T, :K], self.number)
         weight = numbers.view(T, -1, self.group)
         if self.zeros_GN is not None:
@@ -149,10 +153,40 @@ def _words(codes_NK: Tensor, number: Number) -> Tensor:
         if number == "int4":
             part += 8
         part = functional.pad(part & ((1 << bits) - 1), (0, chunks * chunk - K, 0, -len(part) % TILE))
-        shifts = torch.arange(0, 16, bits, device=part.device).view(-1, 1)
-        merged = (part.view(-1, TILE, chunks, planes, WORDS) << shifts).sum(3, dtype=torch.int32)
+        merged = _merged(part.view(-1, TILE, chunks, planes, WORDS), number)
         words[start : start + step] = merged.transpose(1, 2).to(torch.int16)
     return words
+
+
+def _merged(fields: Tensor, number: Number) -> Tensor:
+    """Words [..., 32] of unsigned fields [..., planes, 32], int32."""
+    if number == "e2m1":
+        signs, others = _places(fields.device)
+        shifted: Tensor = ((fields >> 3) << signs) + ((fields & 7) << others)
+    else:
+        shifted = fields << _shifts(number, fields.device)
+    return shifted.sum(-2, dtype=torch.int32)
+
+
+def _fields(words: Tensor, number: Number) -> Tensor:
+    """Unsigned fields [..., planes, 32] of words [..., 1, 32], int32."""
+    if number == "e2m1":
+        signs, others = _places(words.device)
+        fields = ((words >> signs & 1) << 3) + (words >> others & 7)
+    else:
+        fields = (words >> _shifts(number, words.device)) & ((1 << BITS[number]) - 1)
+    return fields
+
+
+def _shifts(number: Number, device: torch.device) -> Tensor:
+    """Of each plane, [planes, 1]."""
+    return torch.arange(0, 16, BITS[number], dtype=torch.int32, device=device).unsqueeze(1)
+
+
+def _places(device: torch.device) -> tuple[Tensor, Tensor]:
+    """``E2M1_PLACES`` of signs and of other bits, [planes, 1] each."""
+    signs, others = torch.tensor(E2M1_PLACES, dtype=torch.int32, device=device).unsqueeze(2).unbind(1)
+    return signs, others
 
 
 def _numbers(fields: Tensor, number: Number) -> Tensor:

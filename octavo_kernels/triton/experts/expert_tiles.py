@@ -39,11 +39,11 @@ class Tiles(NamedTuple):
     """Most rows of a tile."""
 
 
-def tile_rows(P: int, num_experts: int, max_rows: int = MAX_ROWS, room: int = ROOM) -> int:
+def tile_rows(P: int, num_experts: int, max_rows: int = MAX_ROWS, room: int = ROOM, min_rows: int = MIN_ROWS) -> int:
     """Most rows of a tile for so many pairs: at least ``room`` quarters of the mean of an expert's rows."""
     if is_invariant():
         return min(INVARIANT_ROWS, max_rows)
-    return min(max_rows, max(MIN_ROWS, int(triton.next_power_of_2(triton.cdiv(room * P, 4 * num_experts)))))
+    return min(max_rows, max(min_rows, int(triton.next_power_of_2(triton.cdiv(room * P, 4 * num_experts)))))
 
 
 def sort_into_tiles(ids_TS: Tensor, num_experts: int, block: int) -> Tiles:

@@ -23,7 +23,7 @@ from octavo_kernels.triton.experts.expert_tiles import Tiles, sort_into_tiles, t
 from octavo_kernels.triton.grouped.grouped_gemm import parts_of, sum_chunks
 from octavo_kernels.triton.grouped.grouped_gemv import GroupedGemvConfig, products
 from octavo_kernels.triton.grouped.grouped_linear import declines_grouped
-from octavo_kernels.triton.grouped.grouped_numbers import assembly, entry_assembly, offset_of
+from octavo_kernels.triton.grouped.grouped_numbers import assembly, entry_assembly, offset_of, scale_factor
 from octavo_kernels.triton.launch import (
     after_predecessor,
     declines_floats,
@@ -125,7 +125,7 @@ def grouped_expert_kernel(
     group_size: tl.tensor, num_groups: tl.tensor, pairs_a_row: tl.tensor,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WIDTH: tl.constexpr, PARTS: tl.constexpr, PER_ROW: tl.constexpr,
     NUMBER: tl.constexpr, CHUNK: tl.constexpr, EVEN_K: tl.constexpr, STAGES: tl.constexpr, ACTIVATION: tl.constexpr,
-    ALPHA: tl.constexpr, LIMIT: tl.constexpr, ASSEMBLY: tl.constexpr, PDL: tl.constexpr,
+    ALPHA: tl.constexpr, LIMIT: tl.constexpr, FACTOR: tl.constexpr, ASSEMBLY: tl.constexpr, PDL: tl.constexpr,
 ) -> None:  # fmt: skip
     """BLOCK_N outputs of a tile's pairs; pair p reads row p / pairs_a_row of x and writes row p of the result."""
     GATED: tl.constexpr = ACTIVATION is not None and ACTIVATION != "squared_relu"
@@ -143,7 +143,7 @@ def grouped_expert_kernel(
         acc, up = sum_chunks(
             x_ptr, words_ptr, scales_ptr, zeros_ptr, minima_ptr, row, own, T, N, num_rows, K, group_size, num_groups,
             0, tl.cdiv(K, CHUNK),
-            BLOCK_M, BLOCK_N, WIDTH, PARTS, PER_ROW, NUMBER, CHUNK, GATED, EVEN_K, STAGES, ASSEMBLY,
+            BLOCK_M, BLOCK_N, WIDTH, PARTS, PER_ROW, NUMBER, CHUNK, GATED, EVEN_K, STAGES, FACTOR, ASSEMBLY,
         )  # fmt: skip
         if PER_ROW:
             acc *= tl.load(scales_ptr + own).to(tl.float32)[:, None]
@@ -174,8 +174,8 @@ def _expert_linear(
         *(x, packed.words, packed.scales_GN, packed.zeros_GN, packed.minima_GN, bias, share, out_PN),
         *(tiles.order_P, tiles.expert, tiles.first, tiles.rows),
         *(len(x), N, K, num_rows, packed.group, groups, len(tiles.order_P) // len(x)), BLOCK_M=tiles.block,
-        BLOCK_N=BLOCK_N, **parts_of(packed), STAGES=STAGES, **activation, ASSEMBLY=entry_assembly(packed, x.dtype),
-        num_warps=4,
+        BLOCK_N=BLOCK_N, **parts_of(packed), STAGES=STAGES, **activation, FACTOR=scale_factor(packed, x.dtype),
+        ASSEMBLY=entry_assembly(packed, x.dtype), num_warps=4,
     )  # fmt: skip
     return out_PN
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from octavo.ops.linear.grouped_linear import HALF, TILE, WORDS, PackedGroups, chunk_of
 from octavo.ops.linear.linear import Fused
-from octavo_kernels.triton.grouped.grouped_numbers import entries, entry_assembly, word_rows
+from octavo_kernels.triton.grouped.grouped_numbers import SUM_FACTOR, entries, entry_assembly, scale_factor, word_rows
 from octavo_kernels.triton.launch import counters, launch, start_successor, wait_for_predecessor
 from octavo_kernels.triton.linear.skinny_gemm import GROUP as TILES_BESIDE
 from octavo_kernels.triton.linear.skinny_gemm import MAX_TILES, place
@@ -46,26 +46,30 @@ class GroupedGemmConfig:
 
 @triton.jit
 def _of_group(
-    ptr: tl.tensor, group: tl.tensor, rows: tl.tensor, num_rows: tl.tensor, is_group: tl.tensor, DTYPE: tl.constexpr
-) -> tl.tensor:
-    """Scales, zeros or minima of a group, for these rows."""
-    return tl.load(ptr + group.to(tl.int64) * num_rows + rows, mask=is_group, other=0.0).to(tl.float32).to(DTYPE)
+    ptr: tl.tensor, group: tl.tensor, rows: tl.tensor, num_rows: tl.tensor, is_group: tl.tensor, FACTOR: tl.constexpr,
+    DTYPE: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
+    """Scales, zeros or minima of a group, for these rows, times a factor."""
+    values = tl.load(ptr + group.to(tl.int64) * num_rows + rows, mask=is_group, other=0.0).to(tl.float32)
+    if FACTOR != 1:
+        values *= FACTOR
+    return values.to(DTYPE)
 
 
 @triton.jit
 def _plane(
     words: tl.tensor, scales_ptr: tl.tensor, zeros_ptr: tl.tensor, minima_ptr: tl.tensor, group: tl.tensor,
     rows: tl.tensor, num_rows: tl.tensor, is_group: tl.tensor, PER_ROW: tl.constexpr, NUMBER: tl.constexpr,
-    PLANE: tl.constexpr, DTYPE: tl.constexpr, ASSEMBLY: tl.constexpr,
+    PLANE: tl.constexpr, DTYPE: tl.constexpr, FACTOR: tl.constexpr, ASSEMBLY: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
     """The entries of the weight for a plane of words, which is of one group; without scales of rows."""
     zeros, scales, minima = None, None, None
     if zeros_ptr is not None:
-        zeros = _of_group(zeros_ptr, group, rows, num_rows, is_group, DTYPE)
+        zeros = _of_group(zeros_ptr, group, rows, num_rows, is_group, 1, DTYPE)
     if not PER_ROW:
-        scales = _of_group(scales_ptr, group, rows, num_rows, is_group, DTYPE)
+        scales = _of_group(scales_ptr, group, rows, num_rows, is_group, FACTOR, DTYPE)
     if minima_ptr is not None:
-        minima = _of_group(minima_ptr, group, rows, num_rows, is_group, DTYPE)
+        minima = _of_group(minima_ptr, group, rows, num_rows, is_group, 1, DTYPE)
     return entries(words, zeros, scales, minima, NUMBER, PLANE, DTYPE, ASSEMBLY)
 
 
@@ -76,7 +80,7 @@ def sum_chunks(
     group_size: tl.tensor, num_groups: tl.tensor, begin: tl.tensor, end: tl.tensor,
     BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, WIDTH: tl.constexpr, PARTS: tl.constexpr, PER_ROW: tl.constexpr,
     NUMBER: tl.constexpr, CHUNK: tl.constexpr, GATED: tl.constexpr, EVEN_K: tl.constexpr, STAGES: tl.constexpr,
-    ASSEMBLY: tl.constexpr,
+    FACTOR: tl.constexpr, ASSEMBLY: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
     """Products of chunks ``begin`` to ``end``: the outputs or gates, and the ups, all without scales of rows."""
     PLANES: tl.constexpr = CHUNK // 32
@@ -104,15 +108,17 @@ def sum_chunks(
                 x = tl.trans(tl.load(x_at + k, mask=mask, other=0.0))
                 plane = _plane(
                     words, scales_ptr, zeros_ptr, minima_ptr, group, rows, num_rows, is_group,
-                    PER_ROW, NUMBER, i, DTYPE, ASSEMBLY,
+                    PER_ROW, NUMBER, i, DTYPE, FACTOR, ASSEMBLY,
                 )  # fmt: skip
                 acc = tl.dot(plane, x, acc)
                 if GATED:
                     plane = _plane(
                         up_words, scales_ptr, zeros_ptr, minima_ptr, group, rows + num_outputs, num_rows, is_group,
-                        PER_ROW, NUMBER, i, DTYPE, ASSEMBLY,
+                        PER_ROW, NUMBER, i, DTYPE, FACTOR, ASSEMBLY,
                     )  # fmt: skip
                     up = tl.dot(plane, x, up)
+    if FACTOR != 1:
+        acc, up = acc * SUM_FACTOR, up * SUM_FACTOR
     return acc, up
 
 
@@ -124,7 +130,7 @@ def grouped_gemm_kernel(
     BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, SPLITS: tl.constexpr, SPLITS_IN_TURN: tl.constexpr,
     WIDTH: tl.constexpr, PARTS: tl.constexpr, PER_ROW: tl.constexpr, NUMBER: tl.constexpr, CHUNK: tl.constexpr,
     EVEN_K: tl.constexpr, STAGES: tl.constexpr, ACTIVATION: tl.constexpr, BESIDE: tl.constexpr,
-    ASSEMBLY: tl.constexpr, PDL: tl.constexpr,
+    FACTOR: tl.constexpr, ASSEMBLY: tl.constexpr, PDL: tl.constexpr,
 ) -> None:  # fmt: skip
     """One tile [BLOCK_T, BLOCK_N] of the output with SPLITS_IN_TURN, else one split of it; the same bits either way.
 
@@ -145,14 +151,14 @@ def grouped_gemm_kernel(
     acc, up = sum_chunks(
         x_ptr, words_ptr, scales_ptr, zeros_ptr, minima_ptr, rows_t, rows, T, num_outputs, num_rows, K, group_size,
         num_groups, split * chunks // SPLITS, (split + 1) * chunks // SPLITS,
-        BLOCK_T, BLOCK_N, WIDTH, PARTS, PER_ROW, NUMBER, CHUNK, GATED, EVEN_K, STAGES, ASSEMBLY,
+        BLOCK_T, BLOCK_N, WIDTH, PARTS, PER_ROW, NUMBER, CHUNK, GATED, EVEN_K, STAGES, FACTOR, ASSEMBLY,
     )  # fmt: skip
     if SPLITS_IN_TURN:
         for s in range(1, SPLITS):
             acc_s, up_s = sum_chunks(
                 x_ptr, words_ptr, scales_ptr, zeros_ptr, minima_ptr, rows_t, rows, T, num_outputs, num_rows, K,
                 group_size, num_groups, s * chunks // SPLITS, (s + 1) * chunks // SPLITS,
-                BLOCK_T, BLOCK_N, WIDTH, PARTS, PER_ROW, NUMBER, CHUNK, GATED, EVEN_K, STAGES, ASSEMBLY,
+                BLOCK_T, BLOCK_N, WIDTH, PARTS, PER_ROW, NUMBER, CHUNK, GATED, EVEN_K, STAGES, FACTOR, ASSEMBLY,
             )  # fmt: skip
             acc, up = acc + acc_s, up + up_s
     if late != 0:
@@ -213,7 +219,7 @@ def grouped_gemm(
         counters(x_TK.device, MAX_TILES) if is_split else None,
         *(T, outputs, K, packed.group, groups, int(config.release == "late")), BLOCK_T=config.block_t,
         BLOCK_N=config.block_n, SPLITS=config.splits, SPLITS_IN_TURN=splits_in_turn, **parts_of(packed),
-        STAGES=config.stages, ACTIVATION=activation, BESIDE=TILES_BESIDE, ASSEMBLY=entry_assembly(packed, x_TK.dtype),
-        num_warps=config.warps,
+        STAGES=config.stages, ACTIVATION=activation, BESIDE=TILES_BESIDE,
+        FACTOR=scale_factor(packed, x_TK.dtype), ASSEMBLY=entry_assembly(packed, x_TK.dtype), num_warps=config.warps,
     )  # fmt: skip
     return out_TN

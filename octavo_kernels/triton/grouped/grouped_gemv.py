@@ -66,9 +66,20 @@ def _prefetch(
 def _scale_tile(
     ptr: tl.tensor, group: tl.tensor, rows: tl.tensor, num_rows: tl.tensor, GROUPS: tl.constexpr
 ) -> tl.tensor:
-    """Scales or zeros of these groups and rows in float32, 0 beyond the last group."""
-    at = ptr + group.to(tl.int64)[:, None] * num_rows + rows[None, :]
-    return tl.load(at, mask=(group < GROUPS)[:, None], other=0.0).to(tl.float32)
+    """Scales or zeros of these groups and rows in float32, 0 beyond the last group.
+
+    Those of 16 bits are read in pairs of rows, which are an even number, as asynchronous copies have 32 bits at least:
+    others would hold up every step.
+    """
+    DTYPE: tl.constexpr = ptr.dtype.element_ty
+    group, rows, mask = group.to(tl.int64)[:, None], rows[None, :], (group < GROUPS)[:, None]
+    if DTYPE.primitive_bitwidth == 16:
+        pairs_ptr = ptr.to(tl.pointer_type(tl.int32))
+        pairs = tl.load(pairs_ptr + (group * (num_rows >> 1) + (rows >> 1)), mask=mask, other=0)
+        values = tl.where((rows & 1) == 1, pairs >> 16, pairs).to(tl.int16).to(DTYPE, bitcast=True)
+    else:
+        values = tl.load(ptr + (group * num_rows + rows), mask=mask, other=0.0)
+    return values.to(tl.float32)
 
 
 @triton.jit
@@ -253,11 +264,19 @@ def grouped_gemv(x_TK: Tensor, packed: PackedGroups, fused: Fused, config: Group
     with no_pdl() if config.release == "never" else contextlib.nullcontext():
         launch(
             grouped_gemv_kernel, (triton.cdiv(outputs, config.block_n),),
-            *(x_TK, packed.words, packed.scales_GN, packed.zeros_GN, packed.minima_GN),
-            *(bias_N, norm_K, residual_TN, out_TN), *(eps, T, outputs, int(config.release == "late")), K=K,
+            *(x_TK, packed.words, *_sides(packed)), *(bias_N, norm_K, residual_TN, out_TN),
+            *(eps, T, outputs, int(config.release == "late")), K=K,
             GROUPS=len(packed.scales_GN), NUMBER=packed.number, OFFSET=offset, CHUNK=chunk_of(packed.number),
             BLOCK_T=8 if T <= 8 else MAX_ROWS, BLOCK_N=config.block_n, SPLIT=config.split, STAGES=config.stages,
             ACTIVATION=activation, PREFETCH=config.prefetch, ASSEMBLY=assembly(packed, x_TK.dtype, offset),
             num_warps=config.warps,
         )  # fmt: skip
     return out_TN
+
+
+def _sides(packed: PackedGroups) -> tuple[Tensor | None, ...]:
+    """Scales, zeros and minima as ``products`` takes them: of an odd number of rows none has 16 bits."""
+    scales, zeros, minima = packed.scales_GN, packed.zeros_GN, packed.minima_GN
+    if packed.shape[0] % 2:
+        scales, minima = scales.float(), None if minima is None else minima.float()
+    return scales, zeros, minima

@@ -12,10 +12,10 @@ import torch
 import triton
 import triton.language as tl
 
-from octavo.ops.linear.grouped_linear import BITS, TILE, WORDS, Number, PackedGroups
+from octavo.ops.linear.grouped_linear import BITS, E2M1_PLACES, TILE, WORDS, Number, PackedGroups
 from octavo_kernels.triton.launch import has_assembly
 
-_TILE, _WORDS = tl.constexpr(TILE), tl.constexpr(WORDS)
+_TILE, _WORDS, _PLACES = tl.constexpr(TILE), tl.constexpr(WORDS), tl.constexpr(E2M1_PLACES)
 _ASSEMBLY = "{{.reg .b32 a, b; {}}}"
 _MASK_OR = "lop3.b32 {0}, {1}, {2:#x}, {3}, 0xEA;"  # {0} = {1} & {2} | {3}
 
@@ -57,21 +57,37 @@ def _int8(plane: int, is_bfloat16: bool) -> str:
     )
 
 
-def _float(plane: int, is_bfloat16: bool, bits: int, exponent_bits: int) -> str:
-    """Sign to the highest bit, exponent and mantissa below the high end of the exponent."""
+def _float(number: Number, plane: int, is_bfloat16: bool) -> str:
+    """Register a: numbers times two to the power of minus ``_bias``, as their sign goes to the highest bit, exponent
+    and mantissa below the high end of the exponent."""
     mantissa = 7 if is_bfloat16 else 10
-    field = bits * plane
-    low = mantissa - (bits - 1 - exponent_bits)  # where the lowest bit of the field goes
-    mask = ((1 << (bits - 1)) - 1) << low
-    bias = (127 if is_bfloat16 else 15) - ((1 << (exponent_bits - 1)) - 1)
-    power = (bias + (127 if is_bfloat16 else 15)) << mantissa
+    if number == "e2m1":
+        size, low = 3, mantissa - 1
+        sign, field = E2M1_PLACES[plane]
+    else:
+        size, low = 7, mantissa - 3
+        sign, field = 8 * plane + 7, 8 * plane
+    mask = ((1 << size) - 1) << low
+    moved = _shift("a", "$1", field - low)
+    if sign - field == 15 - low:
+        return moved + f"and.b32 a, a, {_both(mask | 0x8000):#x};"
     return (
-        _shift("a", "$1", field - low)
-        + _shift("b", "$1", field + bits - 16)
+        moved
+        + _shift("b", "$1", sign - 15)
         + f"and.b32 b, b, {_both(0x8000):#x};"
         + _MASK_OR.format("a", "a", _both(mask), "b")
-        + _fma(_both(power), _both(0x8000), is_bfloat16)
     )
+
+
+def _bias(number: Number, is_bfloat16: bool) -> int:
+    """Of exponents of 16-bit numbers, less that of the small ones."""
+    return (127 if is_bfloat16 else 15) - (7 if number == "e4m3" else 1)
+
+
+def _scaled(number: Number, is_bfloat16: bool) -> str:
+    """What follows ``_float``: the numbers themselves."""
+    power = (_bias(number, is_bfloat16) + (127 if is_bfloat16 else 15)) << (7 if is_bfloat16 else 10)
+    return _fma(_both(power), _both(0x8000), is_bfloat16)
 
 
 def _fma(factor: int, addend: int, is_bfloat16: bool) -> str:
@@ -116,6 +132,10 @@ def entry_assembly(packed: PackedGroups, dtype: torch.dtype, offset: int = 0) ->
         return None
     is_bfloat16 = dtype == torch.bfloat16
     kind, minus_one = ("bf16x2", 0xBF80) if is_bfloat16 else ("f16x2", 0xBC00)
+    planes = range(16 // BITS[packed.number])
+    if scale_factor(packed, dtype) != 1:
+        scaled = f"{{.reg .b32 z; mov.b32 z, {_both(0x8000):#x}; fma.rn.{kind} $0, a, $3, z;}}"
+        return tuple(_ASSEMBLY.format(_float(packed.number, plane, is_bfloat16) + scaled) for plane in planes)
     ends = ""
     if packed.zeros_GN is not None:
         ends += f"{{.reg .b32 n; mov.b32 n, {_both(minus_one):#x}; fma.rn.{kind} $0, $2, n, $0;}}"
@@ -123,8 +143,20 @@ def entry_assembly(packed: PackedGroups, dtype: torch.dtype, offset: int = 0) ->
         ends += f"fma.rn.{kind} $0, $0, $3, $4;"
     elif len(packed.scales_GN) > 1:
         ends += f"{{.reg .b32 z; mov.b32 z, {_both(0x8000):#x}; fma.rn.{kind} $0, $0, $3, z;}}"
-    planes = range(16 // BITS[packed.number])
     return tuple(_ASSEMBLY.format(_text(packed.number, plane, is_bfloat16, offset) + ends) for plane in planes)
+
+
+SUM_FACTOR = tl.constexpr(2.0**16)
+"""By which entries are too small where their scales have a ``scale_factor``; float32 sums make up for it."""
+
+
+def scale_factor(packed: PackedGroups, dtype: torch.dtype) -> float:
+    """By how much larger than they are scales must be given to ``entry_assembly``, so that one multiplication makes up
+    for the exponents' offset and for ``SUM_FACTOR``, too; 1 where it does not. Scales may be 2 ** 17 all the same."""
+    has_scales = len(packed.scales_GN) > 1 and packed.minima_GN is None
+    if not has_assembly(packed.words.device) or not has_scales or dtype != torch.bfloat16:
+        return 1.0
+    return 2.0 ** _bias(packed.number, True) / float(SUM_FACTOR.value) if packed.number in ("e4m3", "e2m1") else 1.0
 
 
 def entry_of_uint4(plane: int) -> str:
@@ -151,7 +183,7 @@ def _text(number: Number, plane: int, is_bfloat16: bool, offset: int) -> str:
         return _int4(plane, is_bfloat16, None if offset else 8 if number == "int4" else 0)
     if number == "int8":
         return _int8(plane, is_bfloat16)
-    return _float(plane, is_bfloat16, *((8, 4) if number == "e4m3" else (4, 2)))
+    return _float(number, plane, is_bfloat16) + _scaled(number, is_bfloat16)
 
 
 @triton.jit
@@ -176,10 +208,10 @@ def numbers(
     elif NUMBER == "e4m3":
         values = (words >> (8 * PLANE)).to(tl.int8).to(tl.float8e4nv, bitcast=True).to(DTYPE)
     else:
-        field = (words >> (4 * PLANE)) & 15
+        field = words >> _PLACES[PLANE][1]
         exponent, mantissa = ((field >> 1) & 3).to(tl.float32), (field & 1).to(tl.float32)
         size = tl.where(exponent == 0, 0.5 * mantissa, tl.exp2(exponent - 1) * (1 + 0.5 * mantissa))
-        values = tl.where(field >= 8, -size, size).to(DTYPE)
+        values = tl.where((words >> _PLACES[PLANE][0]) & 1 == 1, -size, size).to(DTYPE)
     return values
 
 

@@ -10,12 +10,14 @@ import torch
 from octavo.ops.linear.grouped_linear import BITS, WORDS, PackedGroups
 from octavo_kernels.triton.grouped import grouped_numbers
 from octavo_kernels.triton.grouped.grouped_numbers import (
+    SUM_FACTOR,
     assembly,
     entry_assembly,
     entry_offset,
     int8_of_two,
     offset_of,
     pairs_of_e4m3,
+    scale_factor,
 )
 from tests.ops.triton.ptx import Registers, halves, packed
 from tests.ops.triton.test_grouped_linear import random_groups
@@ -65,7 +67,21 @@ def test_entries_are_rounded_once(number: str, zeros: bool, minima: bool, kind: 
         expected = plain.view(N, -1, GROUP) * scales.T[..., None]
         if weight.minima_GN is not None:
             expected += weight.minima_GN.to(kind).double().T[..., None]
-        assert torch.equal(found, expected.flatten(1).to(kind).double())
+        factor = SUM_FACTOR.value if scale_factor(weight, kind) != 1 else 1
+        assert torch.equal(found * factor, expected.flatten(1).to(kind).double())
+
+
+@pytest.mark.parametrize("number", ["e4m3", "e2m1"])
+@pytest.mark.parametrize("scale", [2.0**-90, 2.0**17])
+def test_entries_have_scales_of_any_size(number: str, scale: float) -> None:
+    """One multiplication makes up for the exponents' offset, too."""
+    weight = weight_of(number, False, False)
+    weight = replace(weight, scales_GN=torch.full_like(weight.scales_GN, scale))
+    texts = entry_assembly(weight, torch.bfloat16)
+    assert texts is not None
+    assert scale_factor(weight, torch.bfloat16) != 1
+    found = entries_by(weight, texts, torch.bfloat16, 0) * SUM_FACTOR.value
+    assert torch.equal(found, weight.unpack().double())
 
 
 def entries_by(weight: PackedGroups, texts: tuple[str, ...], kind: torch.dtype, offset: int) -> torch.Tensor:
@@ -74,7 +90,8 @@ def entries_by(weight: PackedGroups, texts: tuple[str, ...], kind: torch.dtype, 
     for plane, text in enumerate(texts):
         groups = torch.arange(words.shape[1]) * len(texts) + plane
         operands = [words]
-        for values_GN, more in ((weight.zeros_GN, offset), (weight.scales_GN, 0), (weight.minima_GN, 0)):
+        scales_GN = weight.scales_GN.double() * scale_factor(weight, kind)
+        for values_GN, more in ((weight.zeros_GN, offset), (scales_GN, 0), (weight.minima_GN, 0)):
             operands.append(words if values_GN is None else twice(values_GN.T[:, groups].double() + more, kind))
         planes.append(halves(Registers(operands).run(text), kind).flatten(2))
     return torch.stack(planes, dim=2).flatten(1)

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from octavo.ops.moe import GroupedExperts, join_experts
+from octavo_kernels.hopper.pipelined_configs import LEAST_ROWS
 from octavo_kernels.hopper.pipelined_moe import MAX_ROWS, MOST_PAIRS, ROOM, expert_configs
 from octavo_kernels.triton.experts.expert_tiles import sort_into_tiles, tile_rows
 from octavo_kernels.triton.launch import invariant
@@ -38,7 +39,7 @@ def test_tilings_are_for_the_tiles_that_are_made(T: int) -> None:
     x, ids = inputs(T)
     configs = expert_configs(x, ids, experts_of("e2m1", 32))
     assert configs is not None
-    tiles = sort_into_tiles(ids, X, tile_rows(T * S, X, MAX_ROWS, ROOM))
+    tiles = sort_into_tiles(ids, X, tile_rows(T * S, X, MAX_ROWS, ROOM, LEAST_ROWS))
     assert {config.block_t for config in configs} == {tiles.block}
     assert tiles.used[0] == (tiles.rows > 0).sum()
     assert tiles.block >= min(MAX_ROWS, T * S / X), "the mean of an expert's rows fits into a tile"
