@@ -21,7 +21,7 @@ import torch
 from octavo.cache.kv_cache import KVCache
 from octavo.engine.engine import Engine
 from octavo.engine.runner import graph_dispatcher
-from octavo.engine.runner.graph_dispatcher import LONG_CONTEXT_LOST, SECONDS_BETWEEN_CAPTURES, GraphDispatcher
+from octavo.engine.runner.graph_dispatcher import LONG_CONTEXT_LOST, MOST_OF_STEPS, GraphDispatcher
 from octavo.engine.runner.step_encoder import NOT_NUMBERS
 from octavo.engine.runner.step_runner import StepRunner
 from octavo.engine.scheduler import Scheduler
@@ -542,7 +542,7 @@ def test_steps_are_brought_to_graphs_that_are_there_or_to_kernels_that_are() -> 
     graphs._capture_seconds = 0.1
     assert fit(small, compiled) == StepShape(64, 64, 1), "its steps have lost no time yet"
     assert graphs.fit(small_extra._replace(has_adapters=True))[1] is False, "nothing holds it: it runs without a graph"
-    graphs._last_capture -= SECONDS_BETWEEN_CAPTURES
+    graphs._last_capture -= 0.1 / MOST_OF_STEPS
     assert graphs.fit(small_extra._replace(has_adapters=True))[1] is True
 
 
@@ -572,6 +572,7 @@ def test_a_graph_of_nearly_the_size_will_do_until_the_device_is_idle() -> None:
 CAPTURE_SECONDS, STEP_SECONDS = 1 / 8, 1 / 128
 """Sums of these have no rounding."""
 STEPS_OF_A_CAPTURE = 16
+SECONDS_BETWEEN_CAPTURES = CAPTURE_SECONDS / MOST_OF_STEPS
 
 
 @pytest.fixture
@@ -608,10 +609,11 @@ class SlowCaptures:
 
 
 def warmed_up(clock: Clock, **options: Any) -> GraphDispatcher:
-    """Everything is compiled, and the first graphs are captured."""
+    """Everything is compiled, and the first graphs were captured so long ago that a step may wait for another."""
     graphs, runner = GraphDispatcher(GraphLimits(256, 2048, **options)), SlowCaptures(clock)
     graphs.warm_up(cast(StepRunner, runner))
     wait_until_prepared()
+    clock.now += SECONDS_BETWEEN_CAPTURES
     return graphs
 
 
@@ -641,8 +643,47 @@ def test_a_shape_is_captured_when_padding_has_lost_the_time_of_a_capture(clock: 
     most = padded_shape(96, 96, 1, 256)[0]  # padded to 128
     assert steps_until_captured(graphs, clock, most) == 4 * STEPS_OF_A_CAPTURE
     assert steps_until_captured(graphs, clock, most) == 0
+    clock.now += SECONDS_BETWEEN_CAPTURES
     fewer = padded_shape(40, 40, 1, 256)[0]  # padded to 64
     assert steps_until_captured(graphs, clock, fewer) == math.ceil(STEPS_OF_A_CAPTURE / (3 / 8))
+    other = padded_shape(48, 48, 1, 256)[0]
+    num_steps = steps_until_captured(graphs, clock, other)
+    assert num_steps == SECONDS_BETWEEN_CAPTURES / STEP_SECONDS, "its steps have lost enough before, and wait no longer"
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_captures_delay_steps_by_a_tenth_of_the_time_at_most(seed: int, clock: Clock) -> None:
+    """Whatever shapes the steps have, and whether or not a captured graph holds them."""
+    graphs: Any = GraphDispatcher(GraphLimits(256, 2048))
+    graphs.warm_up(cast(StepRunner, SlowCaptures(clock)))
+    wait_until_prepared()
+    rng, shapes = random.Random(seed), graph_shapes(GraphLimits(256, 2048))
+    last, num_captures = graphs._last_capture, 0
+    few = rng.sample(shapes, 6)
+    for _ in range(5000):
+        shape, before = rng.choice(few if rng.random() < 0.9 else shapes), set(graphs._captured)
+        found, has_graph = graphs.fit(shape)
+        assert found.holds(shape)
+        assert has_graph == (found in graphs)
+        if found in graphs and found not in before:
+            assert MOST_OF_STEPS * (clock.now - last) >= CAPTURE_SECONDS
+            last, num_captures = clock.now, num_captures + 1
+            clock.now += CAPTURE_SECONDS
+        clock.now += STEP_SECONDS * rng.random()
+    assert num_captures > 1, "but they do not wait for ever"
+
+
+def test_an_idle_device_captures_only_after_a_pause_of_which_a_capture_is_a_tenth() -> None:
+    asked: list[float] = []
+    graphs: Any = GraphDispatcher(GraphLimits(256, 2048))
+    graphs._capture_seconds = CAPTURE_SECONDS
+    runner: Any = SimpleNamespace(
+        is_closed=False,
+        send_when_idle=lambda make, seconds: asked.append(seconds) or make() is None,
+        encoder=SimpleNamespace(encode_padding=lambda shape, uses_graph: None),
+    )
+    graphs.capture_when_idle(runner, StepShape(256, 256, 1))
+    assert asked == [SECONDS_BETWEEN_CAPTURES]
 
 
 def test_padding_that_takes_no_time_is_no_loss(clock: Clock) -> None:

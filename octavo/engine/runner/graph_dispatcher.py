@@ -37,10 +37,11 @@ PREPARING = "prepare"
 """Name of the thread that compiles kernels and captures graphs after startup."""
 BACKGROUND_COMPILE_THREADS = 2
 """Few: half of compiling is Python, so each of these threads competes for the GIL with the thread that runs steps."""
-SECONDS_BETWEEN_CAPTURES = 1.0
-"""A step that no captured or compiled shape holds runs eagerly if a step has captured a graph this recently."""
+MOST_OF_STEPS = 0.1
+"""A capture that a step waits for takes at most this part of the time since the last one, or since the start; one on an
+idle device, into which a step may come, of the time since the last step."""
 IDLE_SECONDS = 0.05
-"""The device counts as idle this long after the last step."""
+"""The device counts as idle this long after the last step, at least."""
 NEARLY = 1.25
 """A graph with at most so many times the rows is good enough while there is traffic: a capture delays a step."""
 FEW_ROWS = 16
@@ -77,7 +78,7 @@ class GraphDispatcher:
         self._losing: tuple[StepShape, float, float] | None = None
         """If the last step was padded so: the shape to capture, the part of its time that is lost, when it was sent."""
         self._capture_seconds = 0.0
-        """What a capture takes, as measured when the first graphs were captured."""
+        """What a capture takes, the mean of the first graphs'."""
         self._seconds: dict[StepShape, float] = {}
         """What steps through the first graphs take, by which the loss by padding is told."""
         self._parts_lost: dict[tuple[StepShape, StepShape], float] = {}
@@ -85,6 +86,7 @@ class GraphDispatcher:
         self._has_all_kernels = False
         """Whether compiling in the background has ended, so that any shape may be captured."""
         self._last_capture = float("-inf")
+        """When a step captured a graph last, or the first ones were captured."""
         self._has_extra_kernels = threading.Event()
         """Steps with extras wait for this event, for a second or two after startup."""
         self._has_extra_kernels.set()
@@ -108,12 +110,13 @@ class GraphDispatcher:
 
     def fit(self, shape: StepShape) -> tuple[StepShape, bool]:
         """The shape to pad a step to, and whether it runs through a graph: its own shape, or a larger one that is
-        captured, or compiled and so quick to capture. Without any, it runs eagerly if there was a capture just now.
+        captured, or compiled and so quick to capture. Without any, it runs eagerly where no capture may delay it.
 
         A capture delays a step by the time of many. So a step that a captured graph holds is padded to it, until such
-        steps have lost as much time by padding as a capture takes. Then the graph that they lack is captured: their
-        own, or before all kernels are compiled, the smallest that is. So captures take no more time than padding has
-        cost before, as far as rows tell, and a shape of a few steps is never captured.
+        steps have lost as much time by padding as a capture takes, and the last one is long enough ago. Then the graph
+        that they lack is captured: their own, or before all kernels are compiled, the smallest that is. So captures
+        take no more time than padding has cost before, as far as rows tell, and ``MOST_OF_STEPS`` of all time; and a
+        shape of a few steps is never captured.
         """
         self._note_loss()
         if shape in self._captured:
@@ -129,7 +132,7 @@ class GraphDispatcher:
             return known, True
         best = shape if self._has_all_kernels else _smallest((known, *self._compiled), shape) or known
         if best not in self._captured:
-            if self._losses.get(best, 0.0) >= self._capture_seconds:
+            if self._losses.get(best, 0.0) >= self._capture_seconds and self._may_delay():
                 return self._capture_on_the_way(best)
             part = self._parts_lost.get((known, best))
             if part is None:
@@ -138,12 +141,13 @@ class GraphDispatcher:
         return known, True
 
     def _fit_without_graph(self, shape: StepShape) -> tuple[StepShape, bool]:
-        """``fit`` of a shape that no captured graph holds."""
-        is_soon = time.monotonic() < self._last_capture + SECONDS_BETWEEN_CAPTURES
-        known = None if self._has_all_kernels and not is_soon else _smallest(self._compiled, shape)
-        if known is None and is_soon:
-            return shape, False
-        return self._capture_on_the_way(known or shape)
+        """``fit`` of a shape that no captured graph holds. Run eagerly, it is padded as well to what is compiled."""
+        known = shape if self._has_all_kernels else _smallest(self._compiled, shape) or shape
+        return self._capture_on_the_way(known) if self._may_delay() else (known, False)
+
+    def _may_delay(self) -> bool:
+        """Whether a step may wait for a capture now."""
+        return self._capture_seconds <= MOST_OF_STEPS * (time.monotonic() - self._last_capture)
 
     def _capture_on_the_way(self, shape: StepShape) -> tuple[StepShape, bool]:
         """The step that is sent now captures the graph of ``shape``."""
@@ -249,6 +253,7 @@ class GraphDispatcher:
             reply.wait()
         seconds = time.perf_counter() - started
         self._capture_seconds = seconds / len(shapes)
+        self._last_capture = time.monotonic()
         return seconds
 
     def _capture(self, runner: StepRunner, shape: StepShape) -> Reply[Any]:
@@ -288,7 +293,7 @@ class GraphDispatcher:
 
         while (shape not in self._captured or shape in self._lost) and not runner.is_closed:
             stop_if_ending()
-            is_idle = runner.send_when_idle(make, IDLE_SECONDS)
+            is_idle = runner.send_when_idle(make, max(IDLE_SECONDS, self._capture_seconds / MOST_OF_STEPS))
             # A thread that waits for the lock gets it only if it is not acquired again at once.
             time.sleep(HANDOVER_SECONDS if is_idle else IDLE_SECONDS)
 
