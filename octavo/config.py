@@ -33,6 +33,8 @@ STORED_METHODS = (
 )
 """How checkpoints are quantised, as other servers want to be told: the setting accepts it, and must be right."""
 DEFAULT_POLICY = "fcfs"
+QUICK, FULL = "quick", "full"
+"""Values of ``warmup``."""
 POLICY_NAMES = (
     *("fcfs", "priority", "shortest-first", "longest-prefix"),
     *("deadline", "fair", "decode-round-robin", "static"),
@@ -137,6 +139,12 @@ class ModelSettings(ParallelSettings):
         "seconds that a start may take, on a GPU, to measure kernels for matrix shapes that were not measured before; "
         "results are kept for later starts; 0: off",
         low=0,
+    )
+    warmup: str = setting(
+        QUICK,
+        "what a GPU waits for at a start: quick, kernels and graphs for a few step sizes, the others follow while it "
+        "serves; or full, that all kernels are measured and compiled and all graphs captured",
+        (QUICK, FULL),
     )
     max_model_len: int | None = setting(
         None, "maximum context length in tokens; default: the model's own, or what fits into memory", low=1

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from octavo.config import ModelSettings
+from octavo.config import FULL, ModelSettings
 from octavo.engine.runner.graph_dispatcher import GraphDispatcher
 from octavo.engine.runner.kernel_tuning import NO_TUNING, TuningPlan, plan_of
 from octavo.engine.runner.persistent_batch import PersistentBatch
@@ -89,4 +89,4 @@ def make_runner(
     runner.on_wake = partial(graphs.capture_again, runner)
     if tuning is None:
         tuning = plan_of(settings) if is_gpu(storage.device) else NO_TUNING
-    return runner, partial(graphs.warm_up, runner, tuning)
+    return runner, partial(graphs.warm_up, runner, tuning, settings.warmup == FULL)

@@ -21,7 +21,7 @@ import traceback
 from collections.abc import Callable
 from typing import NoReturn
 
-from octavo.config import EngineConfig, ModelSettings
+from octavo.config import QUICK, EngineConfig, ModelSettings
 from octavo.engine.protocols import EngineBackend, EngineLike
 from octavo.errors import CANCELLATIONS, CheckpointError, OctavoError, RanksLost, RequestError, WorkerLost
 from octavo.plugins import ENGINE_BACKENDS, load, parts
@@ -275,11 +275,12 @@ def _build(build: Build | None, start: wire.Start, channel: EngineChannel) -> En
 
 
 def _config(start: wire.Start) -> EngineConfig:
-    """The settings of this process. After a restart, requests wait: no kernels are measured."""
+    """The settings of this process. After a restart, requests wait: nothing is measured, and the warm-up is quick."""
     config = EngineConfig.from_flat(start.config)
     if start.generation == 1:
         return config
-    return dataclasses.replace(config, model=dataclasses.replace(config.model, kernel_tuning_seconds=0.0))
+    model = dataclasses.replace(config.model, kernel_tuning_seconds=0.0, warmup=QUICK)
+    return dataclasses.replace(config, model=model)
 
 
 def _default_build(settings: ModelSettings, expects_grammars: bool) -> Build:

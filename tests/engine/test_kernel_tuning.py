@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from octavo.config import ModelSettings
+from octavo.config import FULL, ModelSettings
 from octavo.engine.runner import kernel_tuning
 from octavo.engine.runner.kernel_tuning import TUNED_ROWS, TuningPlan, plan_of, tune_kernels
 from octavo.steps.messages import MeasureKernels, Message, PrepareTuning, UseKernels, pack, unpack
@@ -86,3 +86,9 @@ def test_without_time_nothing_is_sent(executor: Measuring) -> None:
 def test_measurements_have_no_part_in_batch_invariance() -> None:
     assert plan_of(ModelSettings(kernel_tuning_seconds=7.0)).seconds == 7
     assert plan_of(ModelSettings(kernel_tuning_seconds=7.0, batch_invariant=True)).seconds == 0
+
+
+def test_a_full_warm_up_measures_all_unless_measuring_is_off() -> None:
+    assert plan_of(ModelSettings(kernel_tuning_seconds=7.0, warmup=FULL)).seconds == float("inf")
+    assert plan_of(ModelSettings(kernel_tuning_seconds=0.0, warmup=FULL)).seconds == 0
+    assert plan_of(ModelSettings(batch_invariant=True, warmup=FULL)).seconds == 0

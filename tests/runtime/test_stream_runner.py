@@ -617,6 +617,20 @@ def warmed_up(clock: Clock, **options: Any) -> GraphDispatcher:
     return graphs
 
 
+def test_a_full_warm_up_compiles_and_captures_everything_before_it_ends(clock: Clock) -> None:
+    graphs: Any = GraphDispatcher(GraphLimits(256, 2048))
+    runner, compiled, threads = SlowCaptures(clock), set[StepShape](), set[str]()
+    runner.send = lambda message: compiled.update(message.shapes) or SimpleNamespace(wait=lambda: None)  # type: ignore[method-assign]
+    graphs._start_thread = lambda work, *args: threads.add(work.__name__)
+    graphs.warm_up(cast(StepRunner, runner), is_full=True)
+    every = set(graph_shapes(GraphLimits(256, 2048)))
+    assert runner.captured >= every
+    assert compiled >= every
+    assert not threads, "nothing is left to be done between steps"
+    for shape in every:
+        assert graphs.fit(shape) == (shape, True)
+
+
 def steps_until_captured(graphs: GraphDispatcher, clock: Clock, shape: StepShape, pause: float = 0.0) -> int:
     """Steps of a shape that are padded to a larger one, before one has its own; with pauses between them."""
     for num_steps in range(1000):

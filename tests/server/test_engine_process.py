@@ -18,7 +18,7 @@ import pytest
 
 from octavo.backend_settings import BACKENDS
 from octavo.cache.kv_events import KVEvent
-from octavo.config import EngineConfig, ModelSettings, to_flat
+from octavo.config import FULL, QUICK, EngineConfig, ModelSettings, to_flat
 from octavo.sampling_params import SamplingParams
 from octavo.telemetry.request_events import Event
 from octavo.types import EngineStats, ImageInput, Output, Request
@@ -134,10 +134,11 @@ def test_a_failing_build_is_reported_and_ends_the_process(children: list[Child])
     assert child.process.wait(10) == 1
 
 
-def test_kernels_are_measured_by_the_first_process_alone() -> None:
-    settings = to_flat(EngineConfig(model=ModelSettings(kernel_tuning_seconds=5.0)))
+def test_the_first_process_alone_measures_kernels_and_warms_up_in_full() -> None:
+    settings = to_flat(EngineConfig(model=ModelSettings(kernel_tuning_seconds=5.0, warmup=FULL)))
     configs = [engine_process._config(wire.Start(generation, settings)) for generation in (1, 2)]
     assert [config.model.kernel_tuning_seconds for config in configs] == [5.0, 0.0]
+    assert [config.model.warmup for config in configs] == [FULL, QUICK]
     assert to_flat(configs[0]) == settings
 
 

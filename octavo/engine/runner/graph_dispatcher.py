@@ -201,8 +201,9 @@ class GraphDispatcher:
 
     # ---- compiling and capturing, at startup and in the background
 
-    def warm_up(self, runner: StepRunner, tuning: TuningPlan = NO_TUNING) -> None:
-        """Compile kernels and capture graphs for a few shapes that fit every step; the others follow in the background.
+    def warm_up(self, runner: StepRunner, tuning: TuningPlan = NO_TUNING, is_full: bool = False) -> None:
+        """Compile kernels and capture graphs for a few shapes that fit every step; the others follow in the background,
+        or now if it ``is_full``.
 
         Until then, steps are padded to the shapes that exist. Kernels are chosen first: graphs keep those with which
         they were captured. Those that need no choice are compiled meanwhile.
@@ -221,7 +222,14 @@ class GraphDispatcher:
         seconds = self._capture_all(runner, first)
         self._measure(runner, first)
         logger.info("kernels: %.1f s; %d graphs: %.1f s", compiled - started, len(first), seconds)
-        self._start_thread(_prepare_the_rest, runner)
+        if not is_full:
+            self._start_thread(_prepare_the_rest, runner)
+            return
+        for shape in self.compile_the_rest(runner, num_threads=0):
+            if shape not in self._captured:
+                self._capture(runner, shape).wait()
+        seconds = time.perf_counter() - compiled
+        logger.info("full warm-up: all kernels, and %d graphs: %.1f s", len(self._captured), seconds)
 
     def _measure(self, runner: StepRunner, shapes: list[StepShape]) -> None:
         """Measure what steps of these shapes take, through their graphs."""
@@ -260,8 +268,11 @@ class GraphDispatcher:
         self._note_captured(shape)
         return runner.capture(shape)
 
-    def compile_the_rest(self, runner: StepRunner) -> list[StepShape]:
-        """Compile the kernels of all other shapes while steps run; returns the shapes whose graphs to capture next."""
+    def compile_the_rest(self, runner: StepRunner, num_threads: int = BACKGROUND_COMPILE_THREADS) -> list[StepShape]:
+        """Compile the kernels of all other shapes while steps run; returns the shapes whose graphs to capture next.
+
+        ``num_threads``: see ``Compile``.
+        """
         extra, few, shapes = (
             first_extra_shapes(self._limits),
             next_shapes(self._limits),
@@ -273,10 +284,10 @@ class GraphDispatcher:
             self._compiled += extra
         finally:
             self._has_extra_kernels.set()
-        runner.send(Compile(few, BACKGROUND_COMPILE_THREADS, in_background=True)).wait()
+        runner.send(Compile(few, num_threads, in_background=True)).wait()
         self._compiled += few
-        runner.send(Compile(shapes, BACKGROUND_COMPILE_THREADS, in_background=True)).wait()
-        logger.info("other kernels, in the background: %.1f s", time.perf_counter() - started)
+        runner.send(Compile(shapes, num_threads, in_background=True)).wait()
+        logger.info("other kernels: %.1f s", time.perf_counter() - started)
         if not self._uses_graphs:
             return []
         self._has_all_kernels = True

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from octavo.config import ModelSettings
+from octavo.config import FULL, ModelSettings
 from octavo.steps.messages import MeasureKernels, Message, PrepareTuning, Reply, UseKernels
 
 logger = logging.getLogger(__name__)
@@ -39,8 +39,11 @@ NO_TUNING = TuningPlan(0.0)
 
 
 def plan_of(settings: ModelSettings) -> TuningPlan:
-    """The plan of a start. The kernels of batch invariance are fixed: no measurement decides on their order of sums."""
-    return TuningPlan(0.0 if settings.batch_invariant else settings.kernel_tuning_seconds)
+    """The plan of a start: of one that warms up in full, without a limit of time if anything is to be measured. The
+    kernels of batch invariance are fixed: no measurement decides on their order of sums."""
+    if settings.batch_invariant or not settings.kernel_tuning_seconds:
+        return NO_TUNING
+    return TuningPlan() if settings.warmup == FULL else TuningPlan(settings.kernel_tuning_seconds)
 
 
 def tune_kernels(send: Callable[[Message], Reply[Any]], plan: TuningPlan) -> int:
