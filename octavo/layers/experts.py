@@ -164,7 +164,7 @@ def _joined(part: Callable[[int], Sequence[StoredWeight]], count: int, form: Wei
         return None
     at_once, packed = max(1, PACKED_AT_ONCE // (rows * K)), list[PackedGroups]()
     for start in range(0, count, at_once):
-        pieces = [piece for i in range(start, min(start + at_once, count)) for piece in part(i)]
+        pieces = [piece.placed(form.device) for i in range(start, min(start + at_once, count)) for piece in part(i)]
         if (groups := _packed_groups(pieces, form)) is None:
             return None
         packed.append(groups)

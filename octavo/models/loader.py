@@ -48,6 +48,7 @@ from octavo.quant.stored.stored_weight import (
     StoredWeight,
     WeightFormat,
     bytes_by_format,
+    chosen_rows,
     dtype_name,
     filled,
     make_weights,
@@ -459,8 +460,8 @@ class WeightLoader:
         downs = self._method.stack(down_name, (X, D, F), self.tensors, is_transposed)
         unit, biases = downs[0].column_block, None
         if has_bias:
-            gate_up_bias = self._numbers(f"{gate_up_name}_bias", (X, 2 * F))[:, torch.from_numpy(order)]
-            biases = [*gate_up_bias.chunk(2, dim=1), self._numbers(f"{down_name}_bias", (X, D))]
+            gate_up_bias = chosen_rows(self._numbers(f"{gate_up_name}_bias", (X, 2 * F)).t(), order)
+            biases = [*gate_up_bias.t().chunk(2, dim=1), self._numbers(f"{down_name}_bias", (X, D))]
 
         own = range(F) if self._has_whole_experts else self._shard.own_rows(gate_up_name, F, unit)
         halves = [half[own.start : own.stop] for half in (order[:F], order[F:])]
@@ -469,7 +470,8 @@ class WeightLoader:
             wholes = [quantized(name, stack[index], self.form) for name, stack in stacks.items()]
             if len(ups) == 2:
                 return [self._of_expert(gate_up_name, whole, 0, unit) for whole in wholes]
-            return [wholes[0].rows(half) for half in halves]
+            whole = wholes[0].placed(self.form.device) if len(own) == F else wholes[0]
+            return [whole.rows(half) for half in halves]
 
         return self._mixture(
             shape,
@@ -492,9 +494,9 @@ class WeightLoader:
         own, is_whole = self._own_experts(shape.num_experts), self._has_whole_experts
         gate_up_bias = down_bias = None
         if biases is not None:
-            gates, ups, downs = (bias[list(own)] for bias in biases)
-            parts = [self._of_expert("biases of experts", DenseStored((bias,)), 1, unit) for bias in (gates, ups)]
-            gate_up_bias = self._counted(torch.cat([bias.dense(self.form) for bias in parts], dim=1))
+            gates, ups, downs = (chosen_rows(bias, np.array(own)) for bias in biases)
+            parts = [self._of_expert("biases of experts", DenseStored((bias.t(),)), 0, unit) for bias in (gates, ups)]
+            gate_up_bias = self._counted(filled(parts, self.form).t().contiguous())
             down_bias = self._placed(downs) if is_whole or self._shard.rank == 0 else None
         num_routed = shape.num_experts + shape.num_zero if is_whole or shape.num_zero else 0
         are_alike = self.tensors.is_dummy and self.form.outlined_for is not None

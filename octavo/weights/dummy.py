@@ -51,7 +51,13 @@ class DummyCheckpoint:
         pool = self._pool.roll(int.from_bytes(digest[:8], "little") % POOL_SIZE)
         if name.endswith(NORMS):
             pool += 1
-        values = torch.empty(torch.Size(shape).numel(), device=pool.device, dtype=self._dtype)
-        for part in torch.split(values, POOL_SIZE):
-            part.copy_(pool[: len(part)])
-        return values.reshape(shape)
+        return repeated(pool.to(self._dtype), torch.Size(shape).numel()).view(shape)
+
+
+def repeated(values_P: torch.Tensor, count: int) -> torch.Tensor:
+    """These values again and again, ``count`` in all."""
+    whole, rest = divmod(count, len(values_P))
+    repeated = values_P.new_empty(count)
+    repeated[: count - rest].view(whole, len(values_P)).copy_(values_P)
+    repeated[count - rest :].copy_(values_P[:rest])
+    return repeated

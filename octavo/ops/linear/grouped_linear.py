@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Literal
 
@@ -146,26 +147,28 @@ def _words(codes_NK: Tensor, number: Number) -> Tensor:
     (N, K), bits, chunk = codes_NK.shape, BITS[number], chunk_of(number)
     planes = 16 // bits
     tiles, chunks = -(-N // TILE), -(-K // chunk)
-    words = torch.empty(tiles, chunks, TILE, WORDS, dtype=torch.int16, device=codes_NK.device)
+    words = torch.zeros(tiles, chunks, TILE, WORDS, dtype=torch.int16, device=codes_NK.device)
+    if words.is_meta:
+        return words
     step = max(1, _WORDS_AT_ONCE // words[0].numel())
     for start in range(0, tiles, step):
-        part = codes_NK[start * TILE : (start + step) * TILE].int()
-        if number == "int4":
-            part += 8
-        part = functional.pad(part & ((1 << bits) - 1), (0, chunks * chunk - K, 0, -len(part) % TILE))
-        merged = _merged(part.view(-1, TILE, chunks, planes, WORDS), number)
-        words[start : start + step] = merged.transpose(1, 2).to(torch.int16)
+        part, some = codes_NK[start * TILE : (start + step) * TILE], words[start : start + step].transpose(1, 2)
+        fields = part.new_zeros(len(some) * TILE, chunks * chunk)
+        torch.bitwise_and(part + 8 if number == "int4" else part, (1 << bits) - 1, out=fields[: len(part), :K])
+        for plane, field in enumerate(fields.view(-1, TILE, chunks, planes, WORDS).unbind(3)):
+            some.add_(field, alpha=1 << (bits * plane))
+        if number == "e2m1":
+            some.copy_(_e2m1_words(words.device)[some.int()])
     return words
 
 
-def _merged(fields: Tensor, number: Number) -> Tensor:
-    """Words [..., 32] of unsigned fields [..., planes, 32], int32."""
-    if number == "e2m1":
-        signs, others = _places(fields.device)
-        shifted: Tensor = ((fields >> 3) << signs) + ((fields & 7) << others)
-    else:
-        shifted = fields << _shifts(number, fields.device)
-    return shifted.sum(-2, dtype=torch.int32)
+@functools.cache
+def _e2m1_words(device: torch.device) -> Tensor:
+    """The word, int16, of every four codes of FP4: that of plane p is bits 4 p .. 4 p + 3 of an index, or of one less
+    65536."""
+    signs, others = _places(device)
+    codes = (torch.arange(1 << 16, dtype=torch.int32, device=device) >> _shifts("int4", device)) & 15
+    return (((codes >> 3) << signs) + ((codes & 7) << others)).sum(0).to(torch.int16)
 
 
 def _fields(words: Tensor, number: Number) -> Tensor:

@@ -38,7 +38,7 @@ class MXFP4(Plain):
     ) -> Sequence[StoredWeight]:
         X, N, K = shape
         if is_quantised_dummy(name, self.kept, tensors):
-            return [dummy_float4(f"{name}.{i}", (N, K), MXFP4_GROUP, False, tensors) for i in range(X)]
+            return dummy_float4(name, (X * N, K), MXFP4_GROUP, False, tensors).divided(X)
         if names_module(self.kept, name) or not tensors.has(f"{name}_blocks"):
             return super().stack(name, shape, tensors, is_transposed)
         G = num_groups(name, K, MXFP4_GROUP)

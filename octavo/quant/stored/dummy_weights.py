@@ -6,6 +6,7 @@ They have the values of an unquantised dummy, up to the error of the format.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable
 
 import torch
@@ -18,6 +19,7 @@ from octavo.quant.stored.float4 import Float4Stored
 from octavo.quant.stored.groups import num_groups
 from octavo.quant.stored.int_group_weight import GroupedStored
 from octavo.quant.stored.scaled import ScaledStored
+from octavo.weights.dummy import POOL_SIZE, repeated
 
 LARGEST = 0.078125
 """Numbers are clipped to this: four standard deviations."""
@@ -68,7 +70,7 @@ def dummy_float4(name: str, shape: tuple[int, int], group: int, divides: bool, t
         bounds = torch.tensor([(a + b) / 2 for a, b in itertools.pairwise(E2M1[:8])], device=numbers.device)
         numbers = numbers * 64  # so that the scales are a power of two
         codes = torch.bucketize(numbers.abs(), bounds).to(torch.uint8) + 8 * (numbers < 0).to(torch.uint8)
-        return codes[:, ::2] | (codes[:, 1::2] << 4)
+        return codes[::2] | (codes[1::2] << 4)
 
     pairs = _coded(name, shape, tensors, code, torch.uint8, per_value=2)
     device = pairs.device
@@ -88,10 +90,11 @@ def _coded(
 ) -> Tensor:
     """What ``code`` makes of the module's numbers: values of ``dtype``, each of ``per_value`` numbers of a row.
 
-    PyTorch takes some tenths of a millisecond for each operation on the "meta" device, and a mixture has 100,000
-    matrices, so there the result is made at once.
+    The numbers repeat themselves, so those of one period are enough. PyTorch takes some tenths of a millisecond for
+    each operation on the "meta" device, and a mixture has 100,000 matrices, so there the result is made at once.
     """
-    numbers = tensors.numbers(f"{name}.weight", shape)
+    count = math.prod(shape)
+    numbers = tensors.numbers(f"{name}.weight", (min(count, per_value * POOL_SIZE),))
     if numbers.is_meta:
         return torch.empty(shape[0], shape[1] // per_value, dtype=dtype, device=numbers.device)
-    return code(numbers)
+    return repeated(code(numbers), count // per_value).view(shape[0], -1)

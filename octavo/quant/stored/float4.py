@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -20,7 +21,16 @@ from octavo.quant.checkpoint_tensors import Tensors
 from octavo.quant.stored.block_weight import BlockWeight, outlined_blocks, packs_blocks
 from octavo.quant.stored.groups import num_groups
 from octavo.quant.stored.packed import GroupedWeight, pack_groups, packs_groups
-from octavo.quant.stored.stored_weight import LinearWeight, Order, StoredWeight, WeightFormat, row_slices, shard_range
+from octavo.quant.stored.stored_weight import (
+    LinearWeight,
+    Order,
+    StoredWeight,
+    WeightFormat,
+    chosen_rows,
+    joined_rows,
+    row_slices,
+    shard_range,
+)
 from octavo.weights.gguf.block_formats import Groups
 
 ZERO_POINT = 12
@@ -67,19 +77,35 @@ class Float4Stored(StoredWeight):
         tensor_scales_N1 = self.tensor_scales_N.unsqueeze(1)
         return scales_NG / tensor_scales_N1 if self.divides else scales_NG * tensor_scales_N1
 
+    def placed(self, device: torch.device) -> Float4Stored:
+        tensor_scales = None if self.tensor_scales_N is None else self.tensor_scales_N.to(device)
+        return Float4Stored(self.codes.to(device), self.group_scales_NG.to(device), tensor_scales, self.divides)
+
     def rows(self, order: Order) -> Float4Stored:
-        return self._rows(torch.from_numpy(order))
+        """Without a copy if they are equally far from each other."""
+        first, steps = int(order[0]), np.diff(order)
+        step = int(steps[0]) if len(steps) else 1
+        if step > 0 and np.all(steps == step):
+            return self._rows(slice(first, first + len(order) * step, step))
+        group_scales = chosen_rows(self.group_scales_NG.view(torch.uint8), order).view(self.group_scales_NG.dtype)
+        tensor_scales = None if self.tensor_scales_N is None else chosen_rows(self.tensor_scales_N, order)
+        return Float4Stored(chosen_rows(self.codes, order), group_scales, tensor_scales, self.divides)
 
     def join(self, others: Sequence[Float4Stored]) -> Float4Stored:
         parts = (self, *others)
-        group_scales = torch.cat([part.group_scales_NG.view(torch.uint8) for part in parts])
+        group_scales = joined_rows([part.group_scales_NG.view(torch.uint8) for part in parts])
         tensor_scales = [part.tensor_scales_N for part in parts if part.tensor_scales_N is not None]
         return Float4Stored(
-            torch.cat([part.codes for part in parts]),
+            joined_rows([part.codes for part in parts]),
             group_scales.view(self.group_scales_NG.dtype),
-            torch.cat(tensor_scales) if tensor_scales else None,
+            joined_rows(tensor_scales) if tensor_scales else None,
             self.divides,
         )
+
+    def divided(self, count: int) -> list[Float4Stored]:
+        """So many equal parts of the rows."""
+        step = self.shape[0] // count
+        return [self._rows(slice(i * step, (i + 1) * step)) for i in range(count)]
 
     @property
     def column_block(self) -> int:
@@ -100,8 +126,8 @@ class Float4Stored(StoredWeight):
         numbers = torch.tensor(E2M1, device=out_NK.device)
         for rows in row_slices(self.shape):
             part = self._rows(rows)
-            codes = part.codes.to(out_NK.device)
-            weight = numbers[torch.stack((codes & 15, codes >> 4), dim=-1).int()].view(len(codes), -1, self.group)
+            codes_NK = _apart(part.codes.to(out_NK.device))
+            weight = numbers[codes_NK.int()].view(len(codes_NK), -1, self.group)
             weight *= part.scales_NG.to(out_NK.device).unsqueeze(2)
             out_NK[rows].copy_(weight.flatten(1))
 
@@ -119,21 +145,27 @@ class Float4Stored(StoredWeight):
 
     def packed_groups(self, device: torch.device) -> PackedGroups | None:
         """For ``ops.grouped_linear``, on this device; ``None`` if its kernels do not take such groups."""
-        codes = self.codes.to(device)  # while two of them are a byte
-        codes_NK = torch.stack((codes & 15, codes >> 4), dim=-1).flatten(1)
-        return pack_groups("e2m1", codes_NK, self.scales_NG, self.group, device)
+        placed = self.placed(device)  # while two codes are a byte
+        return pack_groups("e2m1", _apart(placed.codes), placed.scales_NG, self.group, device)
 
     def _numbers(self) -> Iterator[Groups]:
         doubled = (torch.tensor(E2M1) * 2 + ZERO_POINT).to(torch.uint8)
         for first in range(0, self.shape[0], ROWS_AT_ONCE):
             part = self._rows(slice(first, first + ROWS_AT_ONCE))
-            pairs = torch.stack((part.codes & 15, part.codes >> 4), dim=-1)
-            yield Groups(doubled[pairs.flatten(1).int()].numpy(), ZERO_POINT, (part.scales_NG / 2).numpy(), None)
+            yield Groups(doubled[_apart(part.codes).int()].numpy(), ZERO_POINT, (part.scales_NG / 2).numpy(), None)
 
-    def _rows(self, index: Tensor | slice) -> Float4Stored:
-        group_scales = self.group_scales_NG.view(torch.uint8)[index].view(self.group_scales_NG.dtype)
-        tensor_scales = None if self.tensor_scales_N is None else self.tensor_scales_N[index]
-        return Float4Stored(self.codes[index], group_scales, tensor_scales, self.divides)
+    def _rows(self, rows: slice) -> Float4Stored:
+        tensor_scales = None if self.tensor_scales_N is None else self.tensor_scales_N[rows]
+        return Float4Stored(self.codes[rows], self.group_scales_NG[rows], tensor_scales, self.divides)
+
+
+def _apart(codes: Tensor) -> Tensor:
+    """Codes of which each byte has two, one a byte: [N, K]."""
+    apart = codes.new_empty(*codes.shape, 2)
+    if not apart.is_meta:
+        torch.bitwise_and(codes, 15, out=apart[..., 0])
+        torch.bitwise_right_shift(codes, 4, out=apart[..., 1])
+    return apart.flatten(1)
 
 
 def read_nvfp4(

@@ -53,9 +53,13 @@ def pack_groups(
     length = group_length(number, K, group)
     if length is None or (length == K and minima_NG is not None):
         return None
-    group_of = torch.arange(0, K, length) // group
-    scales_NG = scales_NG[:, group_of].to(device)
-    zeros_NG = None if zeros_NG is None else zeros_NG[:, group_of].to(device)
-    minima_NG = None if minima_NG is None else minima_NG[:, group_of].to(device)
+    group_of, is_same = torch.arange(0, K, length) // group, length == min(group, K)
+
+    def divided(part_NG: Tensor) -> Tensor:
+        part_NG = part_NG.to(device)
+        return part_NG if is_same else part_NG.index_select(1, group_of.to(device))
+
+    zeros_NG = None if zeros_NG is None else divided(zeros_NG)
+    minima_NG = None if minima_NG is None else divided(minima_NG)
     order_K = None if order_K is None else order_K.to(device)
-    return PackedGroups.pack(number, codes_NK.to(device), scales_NG, zeros_NG, order_K, minima_NG)
+    return PackedGroups.pack(number, codes_NK.to(device), divided(scales_NG), zeros_NG, order_K, minima_NG)

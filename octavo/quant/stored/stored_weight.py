@@ -115,6 +115,10 @@ class StoredWeight(Protocol):
         """Weights of equal layouts can be joined."""
         ...
 
+    def placed(self, device: torch.device) -> Self:
+        """The matrix on the device of kernels, if that is faster than to order and join its rows first."""
+        return self
+
     def rows(self, order: Order) -> Self:
         """These rows, in this order."""
         ...
@@ -245,7 +249,7 @@ class DenseStored(StoredWeight):
         return self.parts[0].dtype
 
     def rows(self, order: Order) -> DenseStored:
-        return DenseStored((self._one()[torch.from_numpy(order)],))
+        return DenseStored((chosen_rows(self._one(), order),))
 
     def join(self, others: Sequence[DenseStored]) -> DenseStored:
         return DenseStored(tuple(itertools.chain(self.parts, *(other.parts for other in others))))
@@ -315,6 +319,20 @@ def row_parts(matrix_NK: Tensor, sizes: Sequence[int]) -> Iterator[Tensor]:
     """Views of so many rows each, one after the other; not those of one split, to which autograd lets nobody write."""
     ends = itertools.accumulate(sizes)
     return (matrix_NK[end - size : end] for size, end in zip(sizes, ends, strict=True))
+
+
+def chosen_rows(matrix: Tensor, order: Order) -> Tensor:
+    """Copies of these rows. Not by indexing: on the "meta" device that imports torch's compiler, for longer than the
+    outline of a model takes otherwise."""
+    return matrix.index_select(0, torch.from_numpy(order).to(matrix.device))
+
+
+def joined_rows(parts: Sequence[Tensor]) -> Tensor:
+    """The rows of these, concatenated; not by ``torch.cat``, for the reason of ``chosen_rows``."""
+    rows = parts[0].new_empty(sum(map(len, parts)), *parts[0].shape[1:])
+    for own, part in zip(row_parts(rows, [len(part) for part in parts]), parts, strict=True):
+        own.copy_(part)
+    return rows
 
 
 def fill(matrix_NK: Tensor, parts: Sequence[StoredWeight]) -> None:
