@@ -205,6 +205,12 @@ def _load_part(
     return zeros, scales, minima
 
 
+@gluon.constexpr_function
+def sums_in_turn(WEIGHTS: int, BLOCK_T: int) -> int:
+    """Sums that planes are added to in turn: tensor cores wait for one product of a chain after another."""
+    return 2 if WEIGHTS == 1 and BLOCK_T <= 32 else 1
+
+
 @gluon.jit
 def _sum_steps(
     acc: gl.tensor, up: gl.tensor, last: gl.tensor, x_ring: gl.tensor, words_ring: gl.tensor, scales_ring: gl.tensor,
@@ -222,6 +228,7 @@ def _sum_steps(
     PLANES: gl.constexpr = CHUNK // _WORDS
     HALVES: gl.constexpr = 2 if PARTS > PLANES else 1  # of a plane, with a group each
     OF_PART: gl.constexpr = 1 if PARTS > PLANES else PLANES // PARTS  # planes
+    IN_TURN: gl.constexpr = sums_in_turn(WEIGHTS, x_ring.shape[1])
     for i in range(first, stop):
         slot = i % STAGES
         mbarrier.wait(full.index(slot), i // STAGES & 1)
@@ -244,9 +251,12 @@ def _sum_steps(
                             up_words, scales_ring, zeros_ring, minima_ring, at + CHUNKS * PARTS, HALVES, OFFSET, FACTOR
                         )
                 x = x_ring.index(slot).slice(c * CHUNK + p * _WORDS, _WORDS, 1).permute((1, 0))
-                is_sum = i > first if c + p == 0 else True
+                is_sum = i > first if c * PLANES + p < IN_TURN else True
                 entries = _entries(words, zeros, scales, minima, p, ASSEMBLY)
-                acc = warpgroup_mma(entries, x, acc, use_acc=is_sum, is_async=True)
+                if (c * PLANES + p) % IN_TURN == 0:
+                    acc = warpgroup_mma(entries, x, acc, use_acc=is_sum, is_async=True)
+                else:
+                    up = warpgroup_mma(entries, x, up, use_acc=is_sum, is_async=True)
                 acc, up, last = warpgroup_mma_wait(1, deps=(acc, up, last))
                 acc, up, last = warpgroup_mma_init(acc), warpgroup_mma_init(up), entries
                 if c + p == 0:
@@ -298,6 +308,8 @@ def _consume(
             ASSEMBLY,
         )  # fmt: skip
         acc, up, last = warpgroup_mma_wait(0, deps=(acc, up, last))
+        if sums_in_turn(WEIGHTS, BLOCK_T) == 2:
+            acc += up
         if FACTOR != 1:
             acc, up = acc * SUM_FACTOR, up * SUM_FACTOR
         expert, first_row, stop_row = rows_of_tile(tile % tiles_t, expert_ptr, first_ptr, rows_ptr, T, BLOCK_T)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from octavo.ops.linear.grouped_linear import BITS, HALF, PackedGroups
+from octavo.ops.linear.grouped_linear import HALF, PackedGroups
 from octavo.ops.moe import GroupedExperts, has_gates
 from octavo_kernels.hopper.pipelined_configs import LEAST_ROWS, PipelinedConfig, expert_config
 from octavo_kernels.triton.activation import activation_of
@@ -25,9 +25,9 @@ MAX_ROWS, ROOM = 128, 5
 FEW_TOKENS = 2
 """Sorting and gathering take as long as is saved by reading an expert once for both; but for weights with minima or
 groups of 16, where the kernel for each pair has more to do for a group."""
-MOST_PAIRS = 48
-"""Of several tokens and numbers of 8 bits, whose unpacking takes little time, that each have programs of their own: for
-more, sorting takes less than is lost by small programs, and by experts that are read twice."""
+MOST_ENTRIES = 1 << 28
+"""Of the weights of several tokens' pairs, each with programs of its own: for more, sorting takes less than is lost by
+small programs, and by experts that are read twice. Half of them where a group costs more."""
 
 
 def expert_configs(
@@ -36,19 +36,25 @@ def expert_configs(
     """Of the first and the second product; ``None`` where other kernels are used: for experts without gates, if this
     one does not take these experts, if other rows may not affect in which order sums are added, and for so few
     tokens that they hardly share any experts."""
-    first = experts.gate_up
     block = tile_rows(ids_TS.numel(), experts.num_routed or experts.num_experts, MAX_ROWS, ROOM, LEAST_ROWS)
-    few = 1 if first.minima_GN is not None or first.group == HALF else FEW_TOKENS
-    is_wide = BITS[first.number] == 8
-    if not has_gates(experts.activation) or is_invariant():
-        return None
-    if len(x_TD) <= few or (is_wide and ids_TS.numel() <= MOST_PAIRS):
+    if not has_gates(experts.activation) or is_invariant() or takes_pairs(ids_TS, experts):
         return None
     gate_up, down = (
         expert_config(_of_one(packed, experts.num_experts, is_gated, x_TD.dtype), block, x_TD.device)
         for packed, is_gated in ((experts.gate_up, True), (experts.down, False))
     )
     return None if gate_up is None or down is None else (gate_up, down)
+
+
+def takes_pairs(ids_TS: Tensor, experts: GroupedExperts) -> bool:
+    """Whether each pair has programs of its own: most have an expert for themselves, and read little."""
+    T, P = len(ids_TS), ids_TS.numel()
+    if T > 1 and (experts.num_routed or experts.num_experts) < 2 * P:
+        return False
+    are_dear = experts.gate_up.minima_GN is not None or experts.gate_up.group == HALF
+    entries = sum(packed.shape[0] * packed.shape[1] for packed in (experts.gate_up, experts.down))
+    few, most = (1, MOST_ENTRIES // 2) if are_dear else (FEW_TOKENS, MOST_ENTRIES)
+    return T <= few or P * entries <= most * experts.num_experts
 
 
 def _of_one(packed: PackedGroups, num_experts: int, is_gated: bool, dtype: torch.dtype) -> GroupedProduct:

@@ -5,17 +5,17 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-_LEAST_BUSY = gl.constexpr(12)
-"""Tiles are not divided if the idle time that this costs is at most a twelfth of the busy time."""
+_MOST_IDLE = gl.constexpr(8)
+"""Tiles are not divided if the idle time that this costs is at most so many steps of a program."""
 
 
 @gluon.jit
 def grain_of(tiles: gl.tensor, units: gl.tensor, programs: gl.tensor) -> gl.tensor:
-    """The unit in which steps are divided among programs: a tile of ``units`` steps, if the last wave of tiles is
-    nearly full, else one step (stream-K), which costs more than a little idle time."""
+    """The unit in which steps are divided among programs: a tile of ``units`` steps, if the last wave of tiles leaves
+    little time idle, else one step (stream-K), which costs more than that."""
     idle = (tiles + programs - 1) // programs * programs - tiles
     grain = 1
-    if tiles >= programs and idle * _LEAST_BUSY <= tiles:
+    if tiles >= programs and idle * units <= programs * _MOST_IDLE:
         grain = units
     return grain
 

@@ -13,9 +13,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from octavo.ops.linear.grouped_linear import PackedGroups, chunk_of
+from octavo.ops.linear.grouped_linear import TILE, PackedGroups, chunk_of
 from octavo.ops.moe import Experts, GroupedExperts, grouped_moe, has_gates, moe
-from octavo_kernels.hopper.pipelined_moe import MOST_PAIRS, expert_configs, pipelined_moe
+from octavo_kernels.hopper.pipelined_moe import expert_configs, pipelined_moe, takes_pairs
 from octavo_kernels.triton.activation import activation_of
 from octavo_kernels.triton.experts.expert_gemm import expert_config, expert_gemm
 from octavo_kernels.triton.experts.expert_gemv import ExpertGemvConfig, moe_gemv
@@ -30,6 +30,7 @@ from octavo_kernels.triton.launch import (
     is_invariant,
     launch,
     no_pdl,
+    num_multiprocessors,
     start_successor,
     wait_for_predecessor,
 )
@@ -95,12 +96,13 @@ def grouped_pairs(
     shares: Tensor | None,
     activation: dict[str, Any],
     out_PN: Tensor,
-    config: GroupedGemvConfig,
+    config: GroupedGemvConfig | None = None,
 ) -> Tensor:
     """Fill ``out``: of each pair that has an expert, with an id that is not negative, the expert's outputs, gated by an
     ``activation_of``, times the pair's share."""
     (num_rows, K), (P, N) = packed.shape, out_PN.shape
     offset = offset_of(packed, x.dtype)
+    config = config or _pair_config(P * triton.cdiv(N, TILE), x.device)
     with no_pdl() if config.release == "never" else contextlib.nullcontext():
         launch(
             grouped_pair_kernel, (P, triton.cdiv(N, config.block_n)),
@@ -113,8 +115,19 @@ def grouped_pairs(
     return out_PN
 
 
+WARPS_EACH = 5
+"""Of a multiprocessor, at least, where there are few tiles; with more, warps wait for each other's loads."""
+
+
+def _pair_config(tiles: int, device: torch.device) -> GroupedGemvConfig:
+    """A warp for each of so many tiles of 16 outputs, or a few that share its columns where there are few."""
+    split = 1
+    while split < 4 and tiles * split < WARPS_EACH * num_multiprocessors(device):
+        split *= 2
+    return GroupedGemvConfig(TILE, split, warps=split, stages=4 if split == 1 else 3)
+
+
 BLOCK_N, STAGES, MAX_ROWS = 64, 3, 64
-PAIRS = GroupedGemvConfig(16, split=4, warps=4, stages=3)
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -197,9 +210,9 @@ def grouped_moe_triton(
     configs = expert_configs(x_TD, ids_TS, experts)
     if configs is not None:
         pipelined_moe(x_TD, ids_TS, shares_TS, experts, configs, gated_PF, parts_PD)
-    elif are_few(ids_TS, num_routed) and (T == 1 or P <= MOST_PAIRS):
-        grouped_pairs(x_TD, experts.gate_up, experts.gate_up_bias, ids_TS, None, activation, gated_PF, PAIRS)
-        grouped_pairs(gated_PF, experts.down, experts.down_bias, ids_TS, shares_TS, plain, parts_PD, PAIRS)
+    elif takes_pairs(ids_TS, experts) and not is_invariant():
+        grouped_pairs(x_TD, experts.gate_up, experts.gate_up_bias, ids_TS, None, activation, gated_PF)
+        grouped_pairs(gated_PF, experts.down, experts.down_bias, ids_TS, shares_TS, plain, parts_PD)
     else:
         tiles = sort_into_tiles(ids_TS, experts.num_experts, tile_rows(P, num_routed, MAX_ROWS))
         _expert_linear(x_TD, experts.gate_up, experts.gate_up_bias, None, activation, gated_PF, tiles)

@@ -56,7 +56,8 @@ def test_every_step_is_taken_once_and_shares_have_places_of_their_own(seed: int)
 def test_tiles_stay_whole_where_that_leaves_few_programs_idle() -> None:
     for tiles, programs, is_whole in ((96, 384, False), (132, 132, True), (133, 132, False), (390, 132, True)):
         assert grain_of.fn(tiles, 16, programs) == (16 if is_whole else 1)
-    assert grain_of.fn(36 * 132 + 1, 16, 132) == 16, "most are idle for one turn in 37"
+    assert grain_of.fn(12 * 132 - 66, 16, 132) == 16, "half of them are idle for 16 steps"
+    assert grain_of.fn(12 * 132 - 66, 32, 132) == 1
 
 
 @pytest.mark.parametrize("first", [0, 1, 8])

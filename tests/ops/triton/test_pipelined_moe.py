@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from octavo.ops.moe import GroupedExperts, join_experts
+from octavo_kernels.hopper import pipelined_moe
 from octavo_kernels.hopper.pipelined_configs import LEAST_ROWS
-from octavo_kernels.hopper.pipelined_moe import MAX_ROWS, MOST_PAIRS, ROOM, expert_configs
+from octavo_kernels.hopper.pipelined_moe import MAX_ROWS, ROOM, expert_configs
 from octavo_kernels.triton.experts.expert_tiles import sort_into_tiles, tile_rows
 from octavo_kernels.triton.launch import invariant
 from tests.ops.triton.on_hopper import as_on_hopper
@@ -46,13 +47,24 @@ def test_tilings_are_for_the_tiles_that_are_made(T: int) -> None:
 
 
 def test_few_tokens_and_other_numbers_go_to_other_kernels() -> None:
-    packed, eights = experts_of("int4", 32), experts_of("int8")
-    assert expert_configs(*inputs(2), packed) is None
-    for short in (experts_of("e2m1", 16), experts_of("uint4", 32)):
-        assert expert_configs(*inputs(1), short) is None
-        assert expert_configs(*inputs(2), short) is not None
+    packed = experts_of("int4", 32)
+    for some in (packed, experts_of("e2m1", 16), experts_of("int8")):
+        assert expert_configs(*inputs(1), some) is None
+        assert expert_configs(*inputs(3), some) is not None, "pairs that share experts"
     assert expert_configs(*inputs(40, torch.float16), packed) is None
-    assert expert_configs(*inputs(MOST_PAIRS // S), eights) is None
-    assert expert_configs(*inputs(MOST_PAIRS // S + 1), eights) is not None
     with invariant():
         assert expert_configs(*inputs(40), packed) is None
+
+
+@pytest.mark.parametrize(
+    ("number", "group", "share"), [("int4", 32, 1), ("int8", 0, 1), ("e2m1", 16, 2), ("uint4", 32, 2)]
+)
+def test_pairs_that_read_little_have_programs_of_their_own(
+    number: str, group: int, share: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    experts = experts_of(number, group)._replace(num_routed=64)
+    monkeypatch.setattr(pipelined_moe, "MOST_ENTRIES", 8 * S * 3 * D * F * share)
+    assert [T for T in range(1, 12) if expert_configs(*inputs(T), experts) is None] == list(range(1, 9))
+    monkeypatch.setattr(pipelined_moe, "MOST_ENTRIES", 0)
+    few = 1 if share == 2 else 2
+    assert [T for T in range(1, 12) if expert_configs(*inputs(T), experts) is None] == list(range(1, few + 1))
