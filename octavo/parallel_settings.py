@@ -51,7 +51,7 @@ class ParallelSettings:
     enable_dp_attention: bool = setting(
         False,
         "data-parallel attention: each sequence belongs to one of the tensor_parallel_size processes, which alone has "
-        "its KV cache and computes its attention; for CPUs",
+        "its KV cache and computes its attention",
     )
     enable_eplb: bool = setting(
         False,

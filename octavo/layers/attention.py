@@ -8,7 +8,8 @@ every rank gets the results of its heads, which it merges.
 Or they divide the sequences ("data-parallel attention"): a sequence belongs to the rank that has its blocks, which has
 all heads. All ranks have the residual stream of all rows, as feed-forward layers are divided by their widths or
 experts: what a rank's attention adds for its rows is summed over the ranks, with zeros in place of others' rows, which
-change no bit of it.
+change no bit of it. On CPUs a rank picks its rows; on GPUs, where the host does not know which those are and a graph
+has its shapes, it computes all, and others' as if their contexts began with this step.
 
 Shapes: T rows of the step, n of them of this rank, R rotated pairs, or rows whose logits are needed, of which this rank
 has r, S sequences, N heads of this rank, P ranks, M = P N, H head dim, L latent, X = H + 1 or L + 1.
@@ -16,8 +17,8 @@ has r, S sequences, N heads of this rank, P ranks, M = P N, H head dim, L latent
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -74,6 +75,10 @@ def _merged(found_TMX: Tensor, ranks: ContextRanks, sinks_N: Tensor | None, dtyp
     return ops.merge_parts(parts_PTX.view(P, T, M // P, X), sinks_N, dtype)
 
 
+Mix = Callable[[Tensor, PagedRows], Tensor]
+"""What attention makes of the residual stream [n, D] of some rows of a step, given their metadata: [n, N H]."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankRows(PagedRows):
     """The metadata of a step's rows, with that of this rank's own ones. Slots and blocks count through all ranks."""
@@ -85,6 +90,14 @@ class RankRows(PagedRows):
     before_T: Tensor
     """int64 [T + 1]: how many of them are before each row."""
     collective: Collective
+
+    def part(self, x_TD: Tensor, mix: Mix, project: Callable[[Tensor], Tensor]) -> Tensor:
+        """What this rank's attention adds to the rows whose logits are needed, zeros where they are others', [R, D]."""
+        part_RD = torch.zeros_like(self.pick(x_TD, x_TD)[1])
+        if len(self.own_n):
+            mixed_nN, (chosen_r, places_r) = mix(x_TD[self.own_n], self.own), self.places
+            part_RD[places_r] = project(mixed_nN[chosen_r])
+        return part_RD
 
     @property
     def places(self) -> tuple[Tensor, Tensor]:
@@ -132,3 +145,39 @@ def rank_rows(rows: PagedRows, collective: Collective, num_blocks: Sequence[int]
     )
     every = {name: getattr(rows, name) for name in PagedRows.__dataclass_fields__}
     return RankRows(**every, own=own, own_n=own_n, before_T=before_T, collective=collective)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MaskedRankRows(PagedRows):
+    """``RankRows`` whose shapes do not depend on which rows are whose."""
+
+    own: PagedRows
+    """That of all rows, with slots and blocks in this rank's cache. Nothing is stored for others' rows; they attend to
+    as many positions as the step has rows of their sequence, of any contents."""
+    is_own_T: Tensor
+    collective: Collective
+
+    def part(self, x_TD: Tensor, mix: Mix, project: Callable[[Tensor], Tensor]) -> Tensor:
+        """See ``RankRows``."""
+        mixed_RN, is_own_R = self.pick(mix(x_TD, self.own), self.is_own_T)
+        return project(mixed_RN).masked_fill_(~is_own_R[:, None], 0)
+
+
+def masked_rank_rows(
+    rows: PagedRows, collective: Collective, num_blocks: Sequence[int], block_size: int
+) -> MaskedRankRows:
+    """``rank_rows`` without a wait for the device."""
+    rank, (first, *_), counts_S = collective.rank, rows.groups, rows.cu_seqlens_q.diff()
+    is_own_T = first.slot_mapping_T.div(num_blocks[0] * block_size, rounding_mode="floor") == rank
+    is_own_S = is_own_T[rows.cu_seqlens_q[:-1].long().clamp(max=len(is_own_T) - 1)]
+    groups = []
+    for group, count in zip(rows.groups, num_blocks, strict=True):
+        slots_T = torch.where(is_own_T, group.slot_mapping_T - rank * count * block_size, -1)
+        groups.append(GroupRows(slots_T, (group.block_tables_SB - rank * count).clamp_(0, count - 1)))
+    single = rows.single
+    if single is not None:
+        single = single._replace(positions_T=torch.where(is_own_T, single.positions_T, 0))
+    lens_S = torch.where(is_own_S, rows.seq_lens_S, torch.minimum(rows.seq_lens_S, counts_S))
+    own = replace(rows, groups=tuple(groups), seq_lens_S=lens_S, single=single)
+    every = {name: getattr(rows, name) for name in PagedRows.__dataclass_fields__}
+    return MaskedRankRows(**every, own=own, is_own_T=is_own_T, collective=collective)

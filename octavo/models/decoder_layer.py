@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from octavo import ops
-from octavo.layers.attention import RankRows
+from octavo.layers.attention import MaskedRankRows, RankRows
 from octavo.layers.attention_inputs import (
     ClippedHeads,
     JointNorms,
@@ -239,7 +239,7 @@ class DecoderLayer:
 
     def __call__(self, x_TD: Tensor, step: StepAngles, cache: LayerCache, rows: PagedRows) -> Tensor:
         """The next residual stream, [T, D], or [R, D] with logits indices; ``x`` may be overwritten."""
-        if isinstance(rows, RankRows):
+        if isinstance(rows, (RankRows, MaskedRankRows)):
             return self._of_ranks(x_TD, step, cache, rows)
         mixed_TN, x_TD = rows.pick(self.mix(x_TD, step, cache, rows), x_TD)
         if self.is_parallel:
@@ -248,13 +248,10 @@ class DecoderLayer:
             return output_mlp(self.o_proj, self.mlp, mixed_TN, x_TD)
         return self.mlp(self.after_attention(self.o_proj(mixed_TN), x_TD))
 
-    def _of_ranks(self, x_TD: Tensor, step: StepAngles, cache: LayerCache, rows: RankRows) -> Tensor:
+    def _of_ranks(self, x_TD: Tensor, step: StepAngles, cache: LayerCache, rows: RankRows | MaskedRankRows) -> Tensor:
         """``__call__`` where each rank computes attention for its own rows; ``step`` is that of these."""
+        part_RD = rows.part(x_TD, lambda x_nD, own: self.mix(x_nD, step, cache, own), self.o_proj)
         _, x_RD = rows.pick(x_TD, x_TD)
-        part_RD = torch.zeros_like(x_RD)
-        if len(rows.own_n):
-            mixed_nN, (chosen_r, places_r) = self.mix(x_TD[rows.own_n], step, cache, rows.own), rows.places
-            part_RD[places_r] = self.o_proj(mixed_nN[chosen_r])
         if self.is_parallel:
             return rows.collective.all_reduce(part_RD, self.mlp(x_RD))
         if self.after_attention is None:

@@ -415,14 +415,14 @@ def _work_bytes(
 
     ``ranks``: as for ``_first_batch``; ``sizes``: most sequences, tokens, and a context.
     """
-    (num_ranks, num_parts, _), (_, num_tokens, max_model_len) = ranks, sizes
+    (num_ranks, num_parts, num_dp_ranks), (_, num_tokens, max_model_len) = ranks, sizes
     activations = _activation_bytes(model, num_tokens, dtype, *ranks)
     if device != GPU:  # in float32, what each of a token's experts gives; see sum_over_experts
         return activations + min(num_tokens, RESULT_ROWS) * model.num_chosen_experts * model.hidden_size * 4
     activations += _copy_bytes(model, dtype, weights) + _scratch_bytes(model, dtype, num_ranks, *sizes)
     if num_parts > 1:
         return activations
-    return activations + model.expanded_bytes(max_model_len, num_tokens, dtype.itemsize, num_ranks)
+    return activations + model.expanded_bytes(max_model_len, num_tokens, dtype.itemsize, num_ranks // num_dp_ranks)
 
 
 def _activation_bytes(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from octavo.layers.expert_parallel import ExpertPlacement, PartialMixture
 from octavo.layers.experts import DenseMixture, GroupedMixture
 from octavo.ops.collective import SINGLE_RANK
 from octavo.ops.moe import Experts, GroupedExperts, Routing, join_experts, route
-from tests.gpu.checkpoints import NEEDS_FOUR
+from tests.gpu.checkpoints import NEEDS_FOUR, NUM_RANKS
 from tests.gpu.graph_bits import assert_a_graph_gives_the_same_bits
 from tests.gpu.test_families import OF_GPU, check_alike, generate
 from tests.gpu.test_grouped_moe import joined
@@ -29,6 +30,7 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a C
 X, S, D, F = 32, 4, 1024, 768
 TOKENS = (1, 3, 9, 40, 700)
 REPLAYS = 10
+LOOKUP = json.dumps({"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "adaptive": False})
 FORMS = ("dense", "e2m1", "int4", "e4m3")
 
 
@@ -117,6 +119,32 @@ def check_next_to_one_rank(folder: Path, tolerance: float, size: int = 2, **sett
 def test_ranks_give_the_tokens_of_one(row: str, enforce_eager: bool, size: int, tmp_path: Path) -> None:
     make_checkpoint(tmp_path, row)
     check_next_to_one_rank(tmp_path, 1e-3, size, enforce_eager=enforce_eager)
+
+
+@pytest.mark.parametrize(
+    ("row", "settings"),
+    [
+        ("deepseek_v3/groups", {"enforce_eager": True}),
+        ("deepseek_v3/groups", {}),
+        ("deepseek_v3/groups", {"speculative_config": LOOKUP}),
+        ("deepseek_v3/groups", {"batch_invariant": True}),
+        ("gpt_oss/sinks", {}),
+        ("gpt_oss/sinks", {"speculative_config": LOOKUP}),
+        ("qwen3_moe/normalised", {}),
+        ("olmo2/one_kv_head", {"enforce_eager": True}),
+        ("olmo2/one_kv_head", {}),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("size", NUM_RANKS)
+def test_sequences_of_their_own_give_the_tokens_of_one(
+    row: str, settings: dict[str, Any], size: int, tmp_path: Path
+) -> None:
+    """Each rank computes attention for some sequences, of which it alone has the cache."""
+    make_checkpoint(tmp_path, row)
+    one = generate(tmp_path, **OF_GPU, **settings)
+    ranks = {"tensor_parallel_size": size, "enable_dp_attention": True, "enable_expert_parallel": True}
+    check_alike(one, generate(tmp_path, **OF_GPU, **ranks, **settings), 1e-3)
 
 
 @pytest.mark.parametrize("name", ["fp8, blocks", "int4, zeros", "mxfp4"])

@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
-from octavo.layers.attention import rank_rows
+from octavo.layers.attention import masked_rank_rows, rank_rows
 from octavo.layers.image_attention import attention_with_images
 from octavo.ops.attention.attention import GroupRows, HeadLayout, ImageRows, LayerCache, PagedRows, SingleRows, Span
 
@@ -53,17 +54,22 @@ def caches(width: int) -> list[LayerCache]:
     return [LayerCache(both[0], both[1], group) for group, both in enumerate(zeros)]
 
 
-@pytest.mark.parametrize("seed", range(6))
-def test_ranks_together_give_the_attention_of_one_device(seed: int) -> None:
-    rng = random.Random(seed)
-    rows = make_rows(rng, 6)
-    T = len(rows.groups[0].slot_mapping_T)
+def with_spans(rows: PagedRows) -> PagedRows:
+    """With an image in each sequence of several rows."""
     several = [s for s, count in enumerate(rows.cu_seqlens_q.diff().tolist()) if count > 1]
     spans = []
     for s in several:
         first, length = int(rows.cu_seqlens_q[s]), int(rows.seq_lens_S[s])
         spans.append(Span(first + 2, 3, s, length - 3, length))
-    rows = replace(rows, images=ImageRows(torch.full((T,), -1), torch.zeros(1, 8), tuple(spans)))
+    T = len(rows.groups[0].slot_mapping_T)
+    return replace(rows, images=ImageRows(torch.full((T,), -1), torch.zeros(1, 8), tuple(spans)))
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_ranks_together_give_the_attention_of_one_device(seed: int) -> None:
+    rng = random.Random(seed)
+    rows = with_spans(make_rows(rng, 6))
+    T = len(rows.groups[0].slot_mapping_T)
     qkv_TW, (cos_TR, sin_TR) = torch.randn(T, sum(HEADS.sizes)), torch.randn(2, T, 4)
     logits_R = torch.tensor(rng.sample(range(T), 4))
     for group, window in enumerate((0, WINDOW)):
@@ -86,6 +92,32 @@ def test_ranks_together_give_the_attention_of_one_device(seed: int) -> None:
                 chosen_r, places_r = picking.places
                 target[places_r] = attended_nX[chosen_r]
         assert sorted(seen) == list(range(T))
+        assert torch.equal(found_TX, whole)
+        assert torch.equal(picked_RX, whole[logits_R])
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_ranks_that_compute_all_rows_give_the_attention_of_one_device(seed: int) -> None:
+    """They store nothing for rows that are others'."""
+    rng = random.Random(seed)
+    rows = with_spans(make_rows(rng, 6))
+    T = len(rows.groups[0].slot_mapping_T)
+    qkv_TW, angles = torch.randn(T, sum(HEADS.sizes)), torch.randn(2, T, 4).unbind()
+    logits_R = torch.tensor(rng.sample(range(T), 4))
+    for group, window in enumerate((0, WINDOW)):
+        heads: Any = HEADS._replace(window=window)
+        whole = attention_with_images(qkv_TW.clone(), heads, angles, caches(W)[group], rows)
+        found_TX, picked_RX = torch.zeros_like(whole), torch.zeros(4, whole.shape[1])
+        for rank in range(W):
+            cache = caches(1)[group]
+            masked = masked_rank_rows(rows, SimpleNamespace(rank=rank, size=W), COUNTS, BLOCK)
+
+            def mix(x_TW: Tensor, own: PagedRows, heads: Any = heads, cache: LayerCache = cache) -> Tensor:
+                return attention_with_images(x_TW.clone(), heads, angles, cache, own)
+
+            found_TX += masked.part(qkv_TW, mix, torch.clone)
+            picked_RX += replace(masked, logits_indices_R=logits_R).part(qkv_TW, mix, torch.clone)
+            assert int(cache.keys.any(dim=3).any(dim=1).sum()) == int(masked.is_own_T.sum())
         assert torch.equal(found_TX, whole)
         assert torch.equal(picked_RX, whole[logits_R])
 

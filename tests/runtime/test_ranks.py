@@ -486,6 +486,19 @@ def test_ranks_with_sequences_of_their_own_give_the_tokens_of_one_device(
     compare(tmp_path, size, whole_experts=whole_experts, dp_attention=True)
 
 
+@pytest.mark.parametrize(
+    ("row", "size"),
+    [
+        ("deepseek_v3/groups", 2),
+        *nightly_after(0, (("gpt_oss/sinks", 3), ("llama/gqa", 3), ("gptj/adjacent", 3), ("gemma2/capped", 3))),
+    ],
+)
+def test_sequences_of_their_own_with_the_executor_of_gpus(row: str, size: int, tmp_path: Path) -> None:
+    """Whose shapes do not depend on which rank has which sequence, and others' rows attend to NaN."""
+    make_checkpoint(tmp_path, row, **sizes(row, size))
+    compare(tmp_path, size, dp_attention=True, runs_ahead=True)
+
+
 def test_groups_of_heads_are_not_divided() -> None:
     changes = {"num_attention_heads": 12, "o_groups": 2}
     config = make_config("deepseek_v4/three_kinds", **changes).to_dict() | {"architectures": ["DeepseekV4ForCausalLM"]}
@@ -501,8 +514,10 @@ def test_layers_whose_attention_is_not_apart_are_refused(tmp_path: Path) -> None
         with pytest.raises(ConfigError, match=f"enable_dp_attention: does not go with the layers of {name}"):
             check_divides(config, settings, CPU)
     config = read_config({**make_config("llama/gqa").to_dict(), "architectures": ["LlamaForCausalLM"]})
+    check_divides(config, settings, torch.device("cuda"))
+    config = read_config(make_config("deepseek_v32/groups").to_dict() | {"architectures": ["DeepseekV32ForCausalLM"]})
     check_divides(config, settings, CPU)
-    with pytest.raises(ConfigError, match="enable_dp_attention: is for CPUs"):
+    with pytest.raises(ConfigError, match="on GPUs, does not go with attention to what an indexer chooses"):
         check_divides(config, settings, torch.device("cuda"))
 
 

@@ -16,6 +16,7 @@ import numpy.typing as npt
 import torch
 
 from octavo import ops
+from octavo.layers.attention import masked_rank_rows
 from octavo.layers.stacked_lora import StackedRows
 from octavo.models.registry import CausalLM
 from octavo.ops.attention.attention import LayerCache, PagedRows
@@ -86,6 +87,8 @@ class DeviceProgram:
         def forward(token_ids_T: torch.Tensor, positions_T: torch.Tensor, rows: PagedRows) -> torch.Tensor:
             if storage.context is not None:
                 rows = rows.owned(storage.context.part)
+            if storage.sequences is not None:
+                rows = masked_rank_rows(rows, storage.sequences, storage.num_blocks, storage.block_size)
             return model.forward(token_ids_T, positions_T, storage.layers, rows)
 
         self.has_drafter = drafter is not None

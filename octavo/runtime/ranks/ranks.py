@@ -103,10 +103,10 @@ def check_divides(model: ModelConfig, settings: ModelSettings, device: torch.dev
 
 def _check_sequences(model: ModelConfig, device: torch.device) -> None:
     """Raise ``ConfigError`` if ranks cannot compute attention for sequences of their own."""
-    if device.type != CPU:
-        raise ConfigError("enable_dp_attention: is for CPUs")
     if not has_attention_of_rows(model):
         raise ConfigError(f"enable_dp_attention: does not go with the layers of {model.architecture}")
+    if is_gpu(device) and any(spec.index_dim for spec in model.cache):
+        raise ConfigError("enable_dp_attention: on GPUs, does not go with attention to what an indexer chooses")
 
 
 def _check_heads(model: ModelConfig, size: int) -> None:
