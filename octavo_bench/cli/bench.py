@@ -15,7 +15,7 @@ from octavo_bench.cli import chaos, drafts, peer, serve, tools
 from octavo_bench.cli.arguments import numbers, reals, words
 from octavo_bench.cli.results import add_kind, measure_and_finish
 from octavo_bench.drafts.draft_prompts import KINDS
-from octavo_bench.records.report_tables import ablation, formats
+from octavo_bench.records.report_tables import ablation, formats, kernel_shares
 
 NAME = "bench"
 HELP = "measure throughput, start-up and overheads, alone or beside another engine"
@@ -191,11 +191,18 @@ def _add_times(kinds: Any) -> None:
 
 def _add_kernels(kinds: Any) -> None:
     """Single kernels, and what GPUs exchange."""
-    help = "time and error of each kernel for CUDA devices, beside the limits"
-    kernels = add_kind(kinds, "kernels", help, "device.kernels.measure", on_gpu=True)
-    shapes = ["qwen3-8b", "llama-3.2-1b", "qwen3-0.6b"]
+    help = "time of each family of kernels for CUDA devices, beside the least possible"
+    kernels = add_kind(kinds, "kernels", help, "device.kernels.measure", on_gpu=True, show=kernel_shares)
+    shapes = ["llama-3.1-8b", "qwen3-30b-a3b", "gpt-oss-120b", "deepseek-v2-lite", "qwen3.5-9b", "nemotron-h-8b"]
     kernels.add_argument("models", nargs="*", default=shapes, help="shapes' names")
-    kernels.add_argument("--rows", type=numbers, default=[1, 2, 4, 8, 16, 32, 64, 128], help="rows of x")
+    kernels.add_argument(
+        "--formats",
+        type=words,
+        default=["bf16", "fp8-rows", "int8-rows", "fp8", "int4", "mxfp4", "nvfp4"],
+        help="of weights, comma-separated: bf16, fp8-rows, int8-rows (with rounded activations), fp8, int4 (groups of "
+        "128), int4-zeros, int8, mxfp4, nvfp4, q4_0, q4_1, q8_0, q4_k, q6_k",
+    )
+    kernels.add_argument("--rows", type=numbers, default=[1, 16, 64, 256], help="rows of x, or tokens")
     kernels.add_argument("--deadline", type=float, default=float("inf"), help="seconds; what comes later is left out")
 
     help = "time of layers with recurrent state, for prompts, on a GPU"
@@ -203,18 +210,6 @@ def _add_kernels(kinds: Any) -> None:
     recurrences.add_argument("models", nargs="*", default=["qwen3.5-9b", "nemotron-h-8b"], help="in recurrences.py")
     recurrences.add_argument("--tokens", type=numbers, default=[16, 32, 64, 128, 512, 2048, 8192], help="of a prompt")
     recurrences.add_argument("--sequences", type=numbers, default=[1, 8], help="prompts in a step")
-
-    help = "time and error of products with packed weights, by format, on a GPU"
-    packed = add_kind(kinds, "packed", help, "device.packed_weights.measure", on_gpu=True)
-    packed.add_argument("models", nargs="*", default=["qwen3-8b"], help="shapes' names, also of mixtures")
-    packed.add_argument(
-        "--formats",
-        type=words,
-        default=["int4", "mxfp4", "nvfp4", "q4_0", "q4_k", "q6_k"],
-        help="comma-separated: int4, int4-zeros, int8, fp8 (groups of 128), mxfp4, nvfp4, q4_0, q4_1, q8_0, q4_k, q6_k",
-    )
-    packed.add_argument("--rows", type=numbers, default=[1, 2, 16, 64, 256, 1024], help="rows of x, or tokens")
-    packed.add_argument("--deadline", type=float, default=float("inf"), help="seconds; what comes later is left out")
 
     help = "what this host's GPUs exchange, compared with NCCL's and torch's"
     collectives = add_kind(kinds, "collectives", help, "device.collectives.measure", on_gpu=True)

@@ -13,6 +13,9 @@ from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
+from rich.markdown import Markdown
+
 from octavo.cli.settings import add_settings, refuse_settings
 from octavo.config import EngineConfig, settings
 from octavo.errors import ConfigError
@@ -184,7 +187,10 @@ def finish(args: argparse.Namespace, result: Mapping[str, Any], shown: str | Non
         if args.gpu_trace is not None:
             write_trace(args.gpu_watch, args.gpu_trace)
     text = keep(args.kind, result, args.output)
-    print(text if shown is None else shown)
+    if shown is not None and sys.stdout.isatty():
+        Console().print(Markdown(shown))
+    else:
+        print(text if shown is None else shown)
     record = json.loads(text)
     figures(record)  # each has a unit and a direction
     code = conclude(args, record, args.gpu_watch)

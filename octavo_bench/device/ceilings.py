@@ -1,4 +1,4 @@
-"""What one GPU can do at best: how fast it reads memory, and multiplies matrices. A roofline's two numbers."""
+"""What one GPU can do at best: how fast it reads memory, and multiplies matrices. A roofline's numbers."""
 
 from __future__ import annotations
 
@@ -7,8 +7,11 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
+from torch.nn.functional import ScalingType, scaled_mm
 
-from octavo_kernels.triton.graph_timing import median_milliseconds
+from octavo_kernels.triton.graph_timing import Call, median_milliseconds, microseconds
+from octavo_kernels.triton.launch import after_predecessor, launch
 
 READ_BYTES = 8 << 30
 """Far more than any cache holds."""
@@ -27,21 +30,46 @@ def _read_kernel(values, sums, BLOCK: tl.constexpr, REPEATS: tl.constexpr):  # t
     tl.store(sums + program, tl.sum(total))
 
 
+@triton.jit
+def _idle_kernel(PDL: tl.constexpr):  # type: ignore[no-untyped-def]
+    after_predecessor(PDL)
+
+
 def measure() -> dict[str, Any]:
-    """TB/s read and TFLOP/s of bfloat16 products, with random values, on a GPU.
+    """TB/s read, TFLOP/s of products of bfloat16, FP8 and INT8, with random values, and microseconds of a kernel that
+    does nothing, in a chain of them; on a GPU.
 
     Values matter: products of zeros take less power, run at higher clocks, and say nothing of real ones.
     """
     values = torch.randn(READ_BYTES // 4, device="cuda")
     reads = [_read_milliseconds(values, block, repeats) for block, repeats in READS]
     del values
-    left, right = (torch.randn(MATRIX, MATRIX, device="cuda", dtype=torch.bfloat16) for _ in range(2))
-    product = median_milliseconds(lambda: torch.mm(left, right))
+    left, right = (torch.randn(MATRIX, MATRIX, device="cuda") for _ in range(2))
+    products = {
+        "matmul_tflop_s": _multiply(left.bfloat16(), right.bfloat16()),
+        "fp8_tflop_s": _multiply_fp8(left.to(torch.float8_e4m3fn), right.to(torch.float8_e4m3fn)),
+        "int8_tflop_s": _multiply_int8(*((30 * each).to(torch.int8) for each in (left, right))),
+    }
+    flops = 2 * MATRIX**3
     return {
         "device": torch.cuda.get_device_name(),
         "read_tb_s": round(READ_BYTES / min(reads) / 1e9, 3),
-        "matmul_tflop_s": round(2 * MATRIX**3 / product / 1e9, 1),
+        **{name: round(flops / median_milliseconds(product) / 1e9, 1) for name, product in products.items()},
+        "idle_kernel_us": round(microseconds([lambda: launch(_idle_kernel, (1,), num_warps=4)] * 64, True), 2),
     }
+
+
+def _multiply(left: Tensor, right: Tensor) -> Call:
+    return lambda: torch.mm(left, right.T)
+
+
+def _multiply_fp8(left: Tensor, right: Tensor) -> Call:
+    one, kind = torch.ones((), device="cuda"), ScalingType.TensorWise
+    return lambda: scaled_mm(left, right.T, one, kind, one, kind, output_dtype=torch.bfloat16, use_fast_accum=True)
+
+
+def _multiply_int8(left: Tensor, right: Tensor) -> Call:
+    return lambda: torch._int_mm(left, right.T)
 
 
 def _read_milliseconds(values: torch.Tensor, block: int, repeats: int) -> float:

@@ -10,14 +10,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from octavo.errors import ConfigError
-from octavo.ops.linear.linear import Activation, Fused
-from octavo_kernels.triton.linear.linear import run_linear
-from octavo_kernels.triton.linear.linear_configs import LinearConfig
+from octavo.ops.linear.linear import Activation
+from octavo_bench.device.measured_case import DTYPE, EPS
 from octavo_kernels.triton.tuning.linear_uses import LinearUse
 
-EPS = 1e-6
-DTYPE = torch.bfloat16
 ROWS_CHECKED = 16
 
 
@@ -50,12 +46,8 @@ class LinearCase:
         """The map as the engine's tuning knows it."""
         return LinearUse(self.N, self.K, DTYPE, self.has_norm, self.has_residual, False, self.activation)
 
-    def num_bytes(self, T: int) -> int:
-        """Bytes that T rows cannot do without."""
-        return DTYPE.itemsize * self.N * self.K + self.row_bytes(T)
-
     def row_bytes(self, T: int) -> int:
-        """Of these, what is not the weight."""
+        """Bytes that T rows cannot do without, the weight aside."""
         return DTYPE.itemsize * T * (self.K + self.outputs * (2 if self.has_residual else 1))
 
     def operands(self, T: int, device: torch.device) -> CaseOperands:
@@ -65,11 +57,6 @@ class LinearCase:
             torch.rand(self.K, device=device, dtype=DTYPE) + 0.5 if self.has_norm else None,
             torch.randn(T, self.outputs, device=device, dtype=DTYPE) if self.has_residual else None,
         )
-
-    def run(self, given: CaseOperands, weight_NK: Tensor, config: LinearConfig) -> Tensor:
-        """The map in this configuration; it overwrites the residual."""
-        x_TK, norm_K, residual_TN = given
-        return run_linear(x_TK, weight_NK, Fused(None, norm_K, EPS, residual_TN, self.activation), config)
 
     def error(self, T: int, weight_NK: Tensor, run: Callable[[CaseOperands], Tensor]) -> float:
         """Norm of the difference of what ``run`` gives from float64 over the norm of the result, for a few rows."""
@@ -90,20 +77,3 @@ class LinearCase:
             gate, up = y.chunk(2, dim=-1)
             y = functional.silu(gate) * up
         return y if given.residual_TN is None else y + given.residual_TN[picked].double()
-
-
-class Weights:
-    """A large buffer of random numbers, from which weights are cut."""
-
-    def __init__(self, num_bytes: int, device: torch.device) -> None:
-        self.values = torch.empty(num_bytes // DTYPE.itemsize, dtype=DTYPE, device=device)
-        for part in torch.split(self.values, 1 << 28):
-            part.normal_(0, 0.02)
-
-    def of(self, N: int, K: int, num_bytes: int) -> list[Tensor]:
-        """So many weights [N, K] as ``num_bytes`` hold, at least two, at most 64. Raises ``ConfigError``."""
-        room = self.values.numel() // (N * K)
-        if room < 2:
-            raise ConfigError(f"{N} x {K}: two weights do not fit into the buffer")
-        count = max(2, min(64, num_bytes // (N * K * DTYPE.itemsize), room))
-        return [self.values[i * N * K :][: N * K].view(N, K) for i in range(count)]

@@ -35,13 +35,13 @@ TABLE: Mapping[tuple[str, Better], str] = {
     ("TB/s", "more"): "read_tb_s tb_s",
     ("GB/s", "more"): "link_gb_s gb_s",
     ("MB/s", "more"): "mb_per_s",
-    ("TFLOP/s", "more"): "matmul_tflop_s",
+    ("TFLOP/s", "more"): "matmul_tflop_s fp8_tflop_s int8_tflop_s",
     ("GFLOP/s", "more"): "gflop_s prefill_gflop_s decode_gflop_s",
     ("%", "more"): "mfu_percent prefill_mfu_percent decode_mfu_percent cached_percent",
     ("times", "more"): "ratio times_better times_less speedup tokens_per_speculation memory_ratio ratio_of_first_10_s",
     ("share", "more"): """
         same_top_token same_tokens passed goodput_share good_share prefix_hit_rate vocabulary_coverage of_read
-        of_matmul held_agreement cosine needle_share""",
+        of_matmul of_floor held_agreement cosine needle_share""",
     ("tokens", "more"): "context_tokens longest_context prefix_hits",
     ("requests", "more"): "right completed completed_requests",
     ("figures", "more"): "within within_predicted within_replayed",
@@ -55,7 +55,7 @@ TABLE: Mapping[tuple[str, Better], str] = {
         ttft itl tpot e2el latency_s ready_s ready_after_s first_answer_s slowest_answer_s median_s answer_asleep
         answer_awake fall_asleep recovery_s finish_s cpu_s octavo_processor_seconds original_processor_seconds""",
     ("µs", "less"): """
-        us microseconds us_a_layer us_by_class busy_us chunks_microseconds rows_microseconds
+        us microseconds idle_kernel_us us_a_layer us_by_class busy_us chunks_microseconds rows_microseconds
         front_cpu_us_per_token seen_us_each
         chain_without_us cublas_and_kernels_us cublas_products_us octavo octavo_without_peer_access nccl torch_one_shot
         torch_two_shot octavo_small octavo_one_shot octavo_two_shot""",

@@ -219,5 +219,24 @@ def _cells(row: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
             yield title(name) if is_figure(name) else name.replace("_", " "), value
 
 
-TABLES = {"profile": _profile, "ablation": ablation, "quality": formats, "serve": _loads}
+def kernel_shares(result: Mapping[str, Any]) -> str:
+    """One row for each kernel; cells are microseconds, the least possible ones, and the share of these."""
+    if not all("of_floor" in row or "failed" in row for row in result["rows"]):  # before there were floors
+        return plain(result)
+    counts = sorted({row["T"] for row in result["rows"]})
+    lines: dict[tuple[str, str, str], dict[int, str]] = {}
+    for row in result["rows"]:
+        cell = "failed"
+        if "failed" not in row:
+            times = (number(row[name]) for name in ("microseconds", "floor_microseconds"))
+            cell = f"{' / '.join(times)}, {100 * row['of_floor']:.0f} %"
+        lines.setdefault((row["model"], f"{row['family']}: {row['kernel']}", row["format"]), {})[row["T"]] = cell
+    header = ["model", "kernel", "format", *(f"{T} row{'s' * (T > 1)}: µs / floor, share" for T in counts)]
+    table = markdown_table(header, [[*case, *(cells.get(T, "-") for T in counts)] for case, cells in lines.items()])
+    limits = {name: value for name, value in result.items() if name not in ("rows", "left_out")}
+    left_out = "".join(f"\n\nNot there: {reason}." for reason in result.get("left_out", ()))
+    return table + left_out + (f"\n\n{plain(limits)}" if limits else "")
+
+
+TABLES = {"kernels": kernel_shares, "profile": _profile, "ablation": ablation, "quality": formats, "serve": _loads}
 """By kind of measurement; what is not here has plain ones."""

@@ -21,10 +21,11 @@ _MORE = """
     quiet_tokens_per_second all_tokens_per_second token_throughput_tps first_10_s_output_tok_s
     later_output_tok_s throughput_tok_s batch_tok_s continuous_tok_s pressure_tok_s http_tok_s requests_s
     requests_per_second request_throughput_rps goodput_requests_s goodput_per_second read_tb_s tb_s link_gb_s gb_s
-    mb_per_s matmul_tflop_s gflop_s prefill_gflop_s decode_gflop_s mfu_percent prefill_mfu_percent
-    decode_mfu_percent cached_percent ratio times_better times_less speedup tokens_per_speculation memory_ratio
-    ratio_of_first_10_s same_top_token same_tokens passed goodput_share good_share prefix_hit_rate
-    vocabulary_coverage of_read of_matmul held_agreement context_tokens longest_context
+    mb_per_s matmul_tflop_s fp8_tflop_s int8_tflop_s gflop_s prefill_gflop_s decode_gflop_s mfu_percent
+    prefill_mfu_percent decode_mfu_percent cached_percent ratio times_better times_less speedup
+    tokens_per_speculation memory_ratio ratio_of_first_10_s same_top_token
+    same_tokens passed goodput_share good_share prefix_hit_rate
+    vocabulary_coverage of_read of_matmul of_floor held_agreement context_tokens longest_context
     prefix_hits right completed completed_requests within within_predicted within_replayed caught cosine
     needle_share
 """

@@ -11,7 +11,7 @@ from octavo.cli import main
 from octavo_bench.cli import arguments
 
 
-@pytest.mark.parametrize("measurement", ["kernels", "packed"])
+@pytest.mark.parametrize("measurement", ["kernels", "recurrences"])
 @pytest.mark.parametrize(
     ("has_device", "error"),
     [
@@ -28,7 +28,7 @@ def test_what_a_measurement_of_a_gpu_lacks_is_said_in_a_line(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: has_device)
     monkeypatch.setattr(arguments, "find_spec", lambda name: None)
-    for name in ("octavo_bench.device.kernels", "octavo_bench.device.packed_weights"):
+    for name in ("octavo_bench.device.kernels", "octavo_bench.device.recurrences"):
         monkeypatch.setitem(sys.modules, name, None)  # importing these without triton is a traceback
     assert main(["bench", measurement]) == 2
     assert capsys.readouterr().err == f"octavo: error: bench {measurement}: {error}\n"

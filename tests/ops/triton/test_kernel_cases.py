@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import pytest
-import torch
 
 from octavo.errors import ConfigError
 from octavo_bench.device.kernel_cases import head_case, layer_cases
-from octavo_bench.device.linear_case import Weights
 
 
 @pytest.mark.parametrize("name", ["qwen", "gpt2"])
@@ -27,11 +25,3 @@ def test_matrices_of_a_model() -> None:
     gemma = layer_cases("gemma-3-27b")
     assert [case.has_residual for case in gemma] == [False] * 4
     assert gemma[2].activation == "gelu_tanh"
-
-
-def test_weights_differ(device: str) -> None:
-    weights = Weights(2 * 3 * 64, torch.device(device)).of(8, 8, 1 << 20)
-    assert [tuple(weight.shape) for weight in weights] == [(8, 8)] * 3
-    assert len({weight.data_ptr() for weight in weights}) == 3
-    with pytest.raises(ConfigError, match="two weights do not fit"):
-        Weights(100, torch.device(device)).of(8, 8, 1 << 20)
