@@ -365,6 +365,9 @@ def _check_of_llm(params: SamplingParams) -> None:
     if given is not None and (not isinstance(given, StructuredOutputsParams) or params.grammar is not None):
         message = "'structured_outputs' must be StructuredOutputsParams, and there must be no 'grammar' beside it."
         raise InvalidParameter("structured_outputs", message)
+    if given is not None and params.thinking_token_budget is not None:
+        message = "'thinking_token_budget' must not be given with 'structured_outputs', which bind all of the output."
+        raise InvalidParameter("thinking_token_budget", message)
     if params.truncate_prompt_tokens is not None:
         _integer(params, "truncate_prompt_tokens", 1, MAX_TOKEN_ID)
     if not params.detokenize and params.stop:

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Mapping
-from collections.abc import Sequence as Several
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -71,28 +70,22 @@ Order = tuple[float, ...]
 """Sort key of a sequence: smaller goes first."""
 
 
+Mark = tuple[tuple[int, ...], ...]
+"""A mark in tokens: first those that are forced, then others in which a model may write it."""
+
+
 class ThinkingBudget(msgspec.Struct, frozen=True, array_like=True):
-    """Most tokens of reasoning; the tokens that end it are forced then."""
+    """Most tokens of reasoning in an output; the tokens that end it are forced then."""
 
     num_tokens: int
-    opens: tuple[int, ...]
-    """Tokens with which an output begins that has reasoning; empty if the prompt has them."""
-    closes: tuple[int, ...]
-    """Tokens that end the reasoning."""
-    forced: tuple[int, ...]
-    """Tokens that are forced when the budget is used up: ``closes``, and what may have to follow."""
-
-    def next_token(self, output: Several[int | None]) -> int | None:
-        """The only token that may follow ``output``, if there is one. Costs O(1) but for the forced tokens."""
-        end = len(self.opens) + self.num_tokens
-        place = len(output) - end
-        if not 0 <= place < len(self.forced) or tuple(output[: len(self.opens)]) != self.opens:
-            return None
-        return None if self._is_closed(output[:end]) else self.forced[place]
-
-    def _is_closed(self, output: Several[int | None]) -> bool:
-        size = len(self.closes)
-        return any(tuple(output[i : i + size]) == self.closes for i in range(len(self.opens), len(output) - size + 1))
+    opens: Mark
+    closes: Mark
+    then: tuple[int, ...] = ()
+    """Tokens that are forced behind ``closes``."""
+    gap: tuple[int, ...] = ()
+    """Tokens that may stand before ``opens``; behind others, in an answer, it opens nothing."""
+    is_inside: bool = False
+    """Whether the output begins inside reasoning, because the prompt opens it."""
 
 
 class Request(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -279,6 +272,8 @@ class Sequence:
     """Result of ``Grammars.prepare`` if the request has a grammar; its ``error`` says why masks are empty."""
     processors: Any = None
     """``Processors`` of the request's ``extra_args``, if it has some; their ``error`` says why a mask is empty."""
+    thinking: Any = None
+    """``ThinkingProgress`` of the request's bound on reasoning, if it has one."""
     account: Any = None
     """Private to the policy, such as the tenant that is charged for this sequence."""
     dp_rank: int = 0

@@ -16,7 +16,7 @@ from octavo.grammar import forms
 from octavo.text import reasoning
 from octavo.text.chat_messages import WriteCalls
 from octavo.text.message_parser import Format
-from octavo.text.reasoning import AnswerMarks, Thinking
+from octavo.text.reasoning import BLANKS, AnswerMarks, Thinking, mark_of
 from octavo.text.tool_calls import harmony
 from octavo.text.tool_calls.deepseek import DEEPSEEK_V3, DEEPSEEK_V31
 from octavo.text.tool_calls.gemma import FUNCTION_GEMMA, GEMMA4
@@ -117,15 +117,17 @@ class MessageFormat:
 
         ``encode`` gives the tokens of marks.
         """
+        is_inside, before = False, BLANKS
         if self.is_harmony:
-            opens, closes, forced = harmony.REASONING
+            (opens, closes, then), before = harmony.REASONING, (harmony.HEADER,)
         elif self.thinking is not None:
             is_inside = reasoning.begins_inside(prompt, self.thinking, is_begun)
-            opens, closes = "" if is_inside else self.thinking.opens, self.thinking.closes
-            forced = closes
+            opens, closes, then = self.thinking.opens, self.thinking.closes, ""
         else:
             return None
-        return ThinkingBudget(num_tokens, tuple(encode(opens)), tuple(encode(closes)), tuple(encode(forced)))
+        gap = tuple({token for text in before for token in encode(text)})
+        marks = mark_of(opens, encode), mark_of(closes, encode)
+        return ThinkingBudget(num_tokens, *marks, tuple(encode(then)), gap, is_inside)
 
     def answer_marks(self, is_begun: bool = False) -> AnswerMarks | None:
         """Marks of the answer, in which alone stop strings count; ``None`` when all of a message is the answer."""

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import re
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from octavo.text.message_parser import Format, Steps, TextReader
+from octavo.types import Mark
 
 
 class AnswerMarks(NamedTuple):
@@ -140,6 +143,10 @@ FAMILIES = (
 )
 """In order of precedence: of several whose marks a template has, the first is chosen."""
 
+BLANKS: tuple[str, ...] = ("\n", "\n\n", "\r\n", "\t", " ", "  ")
+"""What may stand before a mark that opens reasoning."""
+AROUND = ("", "\n", "\n\n", " ", ".")
+"""What may share a token with a mark."""
 _TURN = re.compile(r"<[|\uff5c][^\n<>]{1,60}>|<[^\n<>|]{0,20}turn[^\n<>]{0,20}>|\[/?[A-Z]{3,20}\]|</?s>|\]~b\]")
 """Marks between turns in the prompts of many families."""
 _SIMILAR = re.compile(r"</([\w:.-]{0,40}(?:think|thought)[\w:.-]{0,40})>")
@@ -217,3 +224,15 @@ def _read_thought(reader: TextReader, following: Format, closes: str) -> Steps[b
 
 content_only = Format(TextReader.rest)
 """A message of content only."""
+
+
+def mark_of(text: str, encode: Callable[[str], Sequence[int]]) -> Mark:
+    """A mark in the tokens that ``encode`` gives: a tokenizer may merge its ends with what is around it."""
+    alone = tuple(encode(text))
+    found = {alone: None}
+    for before, after in itertools.product(AROUND, AROUND):
+        tokens, lead = tuple(encode(before + text + after)), tuple(encode(before))
+        tokens = tokens[len(lead) :] if tokens[: len(lead)] == lead else tokens
+        if tokens[: len(alone)] != alone:
+            found[tokens] = None
+    return tuple(found)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from octavo import LLM, SamplingParams
+from octavo import LLM, SamplingParams, StructuredOutputsParams
 from octavo.errors import InvalidParameter
 from octavo.types import Output, Request, ThinkingBudget
 
@@ -21,7 +21,7 @@ def test_a_text_goes_on_behind_what_is_forced(tiny_checkpoint: Path, drafts: Any
     prompts = [[3, 4, 5] * 6, [5, 6, 7, 8] * 4]
     with LLM(tiny_checkpoint, **settings) as llm:
         engine, plain, bound = llm.engine, dict[int, list[int]](), dict[int, list[int]]()
-        for found, budget in ((plain, None), (bound, ThinkingBudget(10, (), (1, 2), (1, 2)))):
+        for found, budget in ((plain, None), (bound, ThinkingBudget(10, ((3,),), ((1, 2),), is_inside=True))):
             for number, prompt in enumerate(prompts, 900 + len(found)):
                 engine.add(Request(number, prompt, params, 24, thinking=budget))
                 found[number] = []
@@ -42,3 +42,8 @@ def test_a_model_without_marks_of_reasoning_has_no_budget(tiny_checkpoint: Path)
         pytest.raises(InvalidParameter, match="marks reasoning"),
     ):
         llm.generate([[3, 4]], SamplingParams(thinking_token_budget=3))
+
+
+def test_a_structure_of_all_of_the_output_leaves_no_reasoning() -> None:
+    with pytest.raises(InvalidParameter, match="bind all of the output"):
+        SamplingParams(thinking_token_budget=3, structured_outputs=StructuredOutputsParams(regex="a"))

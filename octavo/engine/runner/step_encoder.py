@@ -13,6 +13,7 @@ import numpy.typing as npt
 
 from octavo.engine.runner.persistent_batch import BlockTables, Indices, Needs, PersistentBatch
 from octavo.engine.sequence_images import ImageSettings, span_rows
+from octavo.engine.thinking_progress import ThinkingProgress
 from octavo.sampling_params import SamplingParams
 from octavo.steps.graph_shapes import LONG_SEQS, NO_DRAFTER, ChooseShape, PlanSizes, StepKind, StepShape
 from octavo.steps.layout import NO_INDEX, StepArrays, num_bytes
@@ -51,35 +52,38 @@ def masks_of(item: Scheduled, grammar_masks: Masks, vocab_size: int) -> Iterator
     tokens = [*seq.tokens[seq.num_prompt_tokens : end], *drafts]
     assert None not in tokens, "a token is sampled before those in front of it are known"
     given = grammar_masks.get(seq.id) if seq.request.params.grammar is not None else None
+    if seq.thinking is None and seq.request.thinking is not None:
+        seq.thinking = ThinkingProgress(seq.request.thinking)
+    thinking = None if seq.thinking is None else seq.thinking.at(tokens[: len(tokens) - len(drafts)])
     for i in range(1 + len(drafts)):
         output = tokens[: len(tokens) - len(drafts) + i]
         mask = np.full(-(-vocab_size // 8), 0xFF, np.uint8) if given is None else _of_width(given[i], vocab_size)
-        if (forced := _forced(seq, output, mask)) is not None:
+        if thinking is not None and (forced := _forced(thinking, output, mask)) is not None:
             yield forced
             continue
         if given is None or not _must_stop(mask, seq.stop_token_ids):
-            mask = _restricted(mask, seq, output)
+            mask = _restricted(mask, seq, output, [] if thinking is None else thinking.barred(output))
             if seq.processors is not None:
                 known = [token for token in output if token is not None]
                 mask = mask & np.packbits(seq.processors.allowed(known, vocab_size), bitorder="little")
         yield mask
 
 
-def _forced(seq: Sequence, output: SequenceOf[int | None], mask: TokenMask) -> TokenMask | None:
-    """The mask of the one token that ends reasoning whose budget is used up, if ``mask`` allows it."""
-    token = None if seq.request.thinking is None else seq.request.thinking.next_token(output)
-    if token is None:
+def _forced(thinking: ThinkingProgress, output: SequenceOf[int | None], mask: TokenMask) -> TokenMask | None:
+    """The mask of the one token that ends reasoning whose budget is used up, if ``mask`` allows it: a grammar of UTF-8
+    does not inside a character."""
+    if (token := thinking.forced(output)) is None:
         return None
     forced = mask & _only((token,), len(mask))
     return forced if forced.any() else None
 
 
-def _restricted(mask: TokenMask, seq: Sequence, output: SequenceOf[int | None]) -> TokenMask:
-    """``mask`` without the tokens that the request bans after ``output``."""
+def _restricted(mask: TokenMask, seq: Sequence, output: SequenceOf[int | None], barred: Iterable[int]) -> TokenMask:
+    """``mask`` without ``barred`` and the tokens that the request bans after ``output``."""
     params = seq.request.params
     if params.allowed_token_ids is not None:
         mask = mask & _only(params.allowed_token_ids, len(mask))
-    banned = list(_completing(output, seq.request.banned_sequences))
+    banned = [*barred, *_completing(output, seq.request.banned_sequences)]
     if len(output) < params.min_tokens:
         banned += seq.stop_token_ids
     return mask & ~_only(banned, len(mask))

@@ -22,8 +22,9 @@ START, CHANNEL, CONSTRAIN, MESSAGE = "<|start|>", "<|channel|>", "<|constrain|>"
 CALL = "<|call|>"
 ENDS = ("<|end|>", CALL, "<|return|>", START)
 ANSWER = AnswerMarks("", (f"{CHANNEL}final", MESSAGE), START)
-REASONING = (f"{CHANNEL}analysis{MESSAGE}", "<|end|>", f"<|end|>{START}assistant{CHANNEL}final{MESSAGE}")
-"""What opens reasoning, what closes it, and what is forced where it is too long: the beginning of an answer."""
+HEADER = f"{START}assistant"
+REASONING = (f"{CHANNEL}analysis{MESSAGE}", "<|end|>", f"{HEADER}{CHANNEL}final{MESSAGE}")
+"""What opens reasoning, what closes it, and what is forced then where it is too long: the beginning of an answer."""
 FUNCTIONS = "functions."
 
 _CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
@@ -66,7 +67,7 @@ def _read_call(reader: TextReader, name: str) -> Steps[None]:
 
 
 def _write(calls: Sequence[Call]) -> str:
-    return f"{START}assistant".join(map(_written, calls))
+    return HEADER.join(map(_written, calls))
 
 
 def _written(call: Call) -> str:

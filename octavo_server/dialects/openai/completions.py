@@ -128,8 +128,12 @@ def client_request(body: CompletionBody, services: ModelServices, request: Reque
     # ``prompt_logprobs`` (vLLM) and ``echo`` need the same computation; the engine gets the larger number.
     scored = max((k for k in (echoed, body.prompt_logprobs) if k is not None), default=None)
     prompts = prompts_of(body.prompt, "prompt")
+    fields = scheduling_fields(body, services, request)
+    if asked_for is not None and "thinking_token_budget" in body.sampling and services.message_format.can_reason:
+        fields["message_format"] = None  # the grammar has no reasoning to bound
+        services.report(request, ["thinking_token_budget"])
     return ClientRequest(
-        **scheduling_fields(body, services, request),
+        **fields,
         prompts=prompts,
         transfer=None if body.kv_transfer_params is None else kv_transfer.kv_transfer(body, services, len(prompts)),
         prompt_field="prompt",

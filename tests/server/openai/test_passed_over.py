@@ -104,3 +104,11 @@ def test_no_effort_is_no_thinking_where_the_template_can_say_so(serve_app: Any) 
     assert can.chat(reasoning_effort="high").headers[HEADER] == "reasoning_effort"
     cannot = serve_app(tokenizer=byte_tokenizer(THINKS))
     assert cannot.chat(reasoning_effort="none").headers[HEADER] == "reasoning_effort"
+
+
+def test_a_grammar_of_a_completion_has_no_reasoning_to_bound(serve_app: Any) -> None:
+    served = serve_app(tokenizer=byte_tokenizer(THINKS))
+    for fields, has_effect in (({}, True), ({"guided_regex": "[a-z .,]+"}, False)):
+        answer = served.complete(prompt="Hi<think>", thinking_token_budget=3, **fields)
+        assert answer.headers.get(HEADER) == (None if has_effect else "thinking_token_budget")
+        assert (served.engine.requests[-1].thinking is not None) is has_effect

@@ -16,14 +16,10 @@ import pytest
 import torch
 
 from octavo.config import ServeConfig
-from octavo.text.tokenizer import load_tokenizer
-from octavo_server.app import create_app
-from octavo_server.engines.async_engine import AsyncEngine
 from octavo_server.pooling_requests import MAX_TEXTS
 from tests.conftest import Server, start_server
 from tests.models.encoder_families import MAX_LEN, make_encoder, word_tokenizer
-from tests.server.conftest import AppServer
-from tests.server.forked_engine import THREADED
+from tests.server.threaded_server import ThreadedServer
 
 pytestmark = pytest.mark.slow  # real engines
 
@@ -31,17 +27,8 @@ TEXTS = ["A bird sings", "in the old tree", "nobody hears it and the birds sing"
 SETTINGS = {"device": "cpu", "dtype": "float32", "max_num_seqs": 3}
 
 
-class EncoderServer(AppServer):
-    """An application in front of an engine in a thread."""
-
-    def __init__(self, config: ServeConfig) -> None:
-        self._engine = AsyncEngine(config, THREADED)
-        super().__init__(create_app(config, self._engine, load_tokenizer(Path(config.model.model))), config.server)
-
-    async def _serve(self) -> None:
-        await self._engine.start()
-        await super()._serve()
-        await self._engine.stop(0)
+class EncoderServer(ThreadedServer):
+    """With the methods of ``Server``."""
 
     def get(self, path: str) -> httpx.Response:
         return self.client.get(path)
