@@ -6,6 +6,7 @@ compared, engines or statistics of one figure, shares a panel and so its scale.
 
 from __future__ import annotations
 
+import itertools
 import math
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
@@ -71,6 +72,8 @@ def draw(record: Mapping[str, Any], path: Path) -> None:
         _loads(record, path)
     elif record["benchmark"] == "first-minute":
         _first_minute(record, path)
+    elif any("of_floor" in row for row in rows):
+        _shares_of_floors(record, path)
     else:
         _all(record, path)
 
@@ -94,6 +97,22 @@ def _first_minute(record: Mapping[str, Any], path: Path) -> None:
         above.set(ylabel="output tokens/s", ylim=(0, None))
         below.set(xlabel="seconds since the server was ready", ylabel="ITL, 99th percentile, ms", yscale="log")
         above.legend()
+
+
+def _shares_of_floors(record: Mapping[str, Any], path: Path) -> None:
+    """The least possible time of each kernel over its time: a line for each, and a dot for each number of rows."""
+    rows = [row for row in record["result"]["rows"] if "of_floor" in row]
+    names = [f"{row['family']}: {row['kernel']}, {row['format']} ({row['model']})" for row in rows]
+    places = {name: place for place, name in enumerate(dict.fromkeys(names))}
+    with drawing(path, "Share of the floor, by kernel", _note(record), 9.0, 1.6 + 0.17 * len(places)) as figure:
+        axes = figure.subplots()
+        counts = sorted({row["T"] for row in rows})
+        for T, colour in zip(counts, itertools.cycle(COLOURS)):
+            dots = [(row["of_floor"], places[name]) for row, name in zip(rows, names, strict=True) if row["T"] == T]
+            axes.plot(*zip(*dots, strict=True), "o", color=colour, label=f"{T} row{'s' * (T > 1)}", clip_on=False)
+        axes.set_yticks(range(len(places)), list(places), fontsize=7)
+        axes.set(xlabel="share of the floor", xlim=(0, None), ylim=(len(places) - 0.4, -0.6))
+        axes.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=len(counts))
 
 
 def _loads(record: Mapping[str, Any], path: Path) -> None:

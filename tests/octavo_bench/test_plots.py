@@ -67,6 +67,23 @@ def panels_of(name: str, drawn: list[Any], tmp_path: Path) -> dict[str, Any]:
     return {axes.get_title(loc="left").replace("\n", " "): axes for axes in drawn[-1].axes if axes.get_visible()}
 
 
+def test_kernels_have_a_line_each_with_a_dot_for_each_number_of_rows(drawn: list[Any], tmp_path: Path) -> None:
+    kernels = [("linear", "qkv", 1), ("linear", "qkv", 16), ("head", "lm_head", 1), ("head", "lm_head", 16)]
+    rows = [
+        {"family": family, "kernel": kernel, "format": "bf16", "model": "m", "T": T, "of_floor": 1 / (i + 1)}
+        for i, (family, kernel, T) in enumerate(kernels)
+    ]
+    del rows[-1]["of_floor"]
+    draw({"benchmark": "kernels", "result": {"rows": rows}}, tmp_path / "kernels.svg")
+    (axes,) = drawn[0].axes
+    assert [label.get_text() for label in axes.get_yticklabels()] == [
+        "linear: qkv, bf16 (m)",
+        "head: lm_head, bf16 (m)",
+    ]
+    dots = {line.get_label(): (list(line.get_xdata()), list(line.get_ydata())) for line in axes.lines}
+    assert dots == {"1 row": ([1.0, 1 / 3], [0, 1]), "16 rows": ([0.5], [0])}
+
+
 def test_figures_over_a_quantity_are_lines(drawn: list[Any], tmp_path: Path) -> None:
     record = read_record(RESULTS / "cpu_peer_llama_cpp.json")
     panels = panels_of("cpu_peer_llama_cpp", drawn, tmp_path)
