@@ -22,6 +22,7 @@ from octavo.backend_settings import BACKENDS, check_backend, is_honoured
 from octavo.errors import ConfigError
 from octavo.parallel_settings import ParallelSettings, check_parallel
 from octavo.plugins import CPU, GPU
+from octavo.sampling_params import parse_repetition_detection
 from octavo.server_settings import ServerSettings
 from octavo.setting import Setting, setting
 from octavo.speculative_config import parse_speculative_config
@@ -435,6 +436,7 @@ def _check_combinations(config: EngineConfig) -> None:
         _check_kv_events(config.server, cache)
     if isinstance(config, ServeConfig):
         _check_tenants(config.server, config.model)
+        parse_repetition_detection(config.server.repetition_detection)
     _check_policy(scheduler, cache)
     parse_speculative_config(config.speculative.speculative_config)
     parse_hf_overrides(config.model.hf_overrides)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -10,9 +11,9 @@ from typing import Any
 import msgspec
 from msgspec.structs import force_setattr
 
-from octavo.errors import ContextLengthExceeded, InvalidParameter
+from octavo.errors import ConfigError, ContextLengthExceeded, InvalidParameter
 
-MAX_N = 128
+MAX_N = 16384
 MAX_SPECULATIVE_TOKENS = 32
 MAX_LOGPROB_IDS = 128
 MAX_LOGPROBS = 20
@@ -32,19 +33,19 @@ MAX_TOKEN_ID = 2**31 - 1
 _MASK_64 = 2**64 - 1
 
 
-class RepetitionDetectionParams(msgspec.Struct, frozen=True, omit_defaults=True):
+class RepetitionDetectionParams(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
     """Ends a text that repeats itself: names and meaning are vLLM's. Invalid values raise ``InvalidParameter``."""
 
     max_pattern_size: int
-    """The longest pattern looked for, in tokens."""
+    """The longest pattern looked for, in tokens; 0: none is."""
     min_pattern_size: int = 1
     """The shortest one."""
     min_count: int = 2
     """How often the pattern must stand at the end of the output, without anything between."""
 
     def __post_init__(self) -> None:
-        _integer(self, "max_pattern_size", 1, MAX_PATTERN_SIZE)
-        _integer(self, "min_pattern_size", 1, self.max_pattern_size)
+        _integer(self, "max_pattern_size", 0, MAX_PATTERN_SIZE)
+        _integer(self, "min_pattern_size", 1, self.max_pattern_size or 1)
         _integer(self, "min_count", 2, MAX_PATTERN_COUNT)
 
     @property
@@ -59,6 +60,15 @@ class RepetitionDetectionParams(msgspec.Struct, frozen=True, omit_defaults=True)
             if all(tokens[-back] == tokens[-back - size] for back in compared):
                 return True
         return False
+
+
+@functools.lru_cache(maxsize=16)
+def parse_repetition_detection(text: str | None) -> RepetitionDetectionParams | None:
+    """The setting ``repetition_detection``, a JSON object. Raises ``ConfigError``."""
+    try:
+        return None if text is None else msgspec.json.decode(text, type=RepetitionDetectionParams)
+    except (msgspec.DecodeError, InvalidParameter) as error:
+        raise ConfigError(f"repetition_detection: {error}") from None
 
 
 class StructuredOutputsParams(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -358,6 +368,8 @@ def _check_repetition(params: SamplingParams) -> None:
     if given is not None and not isinstance(given, RepetitionDetectionParams):
         message = f"'repetition_detection' must be RepetitionDetectionParams, not {_shown(given)}."
         raise InvalidParameter("repetition_detection", message)
+    if given is not None and not given.max_pattern_size:
+        force_setattr(params, "repetition_detection", None)
 
 
 def _check_of_llm(params: SamplingParams) -> None:

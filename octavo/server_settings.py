@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from octavo.sampling_params import MAX_N
 from octavo.setting import setting
 
 TOOL_CALL_PARSERS = (
@@ -120,6 +121,13 @@ class ServerSettings:
     )
     request_seed: int | None = setting(
         None, "seed of requests that give none, whose tokens are then reproducible; default: random", low=0
+    )
+    max_n: int = setting(128, "most continuations of a prompt that a request may ask for", low=1, high=MAX_N)
+    repetition_detection: str | None = setting(
+        None,
+        "end texts of requests without this field that repeat a pattern of tokens, as JSON with the field's members: "
+        '{"max_pattern_size": 8, "min_pattern_size": 1, "min_count": 4}; default: off',
+        is_json=True,
     )
     accept_any_model: bool = setting(False, "serve requests for any model name, and answer with that name")
     completions_dialect: str = setting(

@@ -32,8 +32,8 @@ EXCEPTIONS = {("octavo/ray.py", "octavo_fleet")}
 # each other on the base: neither may import the other.
 BASE: list[set[str]] = [
     {"errors", "plugins"},
-    {"setting", "speculative_config", "backend_settings", "names_of_others"},
-    {"model_info", "sampling_params", "server_settings", "parallel_settings"},
+    {"setting", "speculative_config", "backend_settings", "names_of_others", "sampling_params"},
+    {"model_info", "server_settings", "parallel_settings"},
     {"config"},
     {"system"},
     {"types"},

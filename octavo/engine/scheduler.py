@@ -27,6 +27,7 @@ from octavo.errors import ConfigError, ContextLengthExceeded, InvalidParameter, 
 from octavo.steps.limits import RopeSets
 from octavo.telemetry.request_events import EventLog
 from octavo.types import (
+    REPETITION,
     EngineStats,
     FinishReason,
     Output,
@@ -415,7 +416,7 @@ class Scheduler(SequenceAdmission):
                         output.transfer = self.cache.hold(seq)
                     if seq.request.params.return_routed_experts and self.routes is not None:
                         self.routes.begin(seq, output)
-                    self._finish(seq, output.finish_reason)
+                    self._finish(seq, output.finish_reason, output.stop_token_id == REPETITION)
         stats.num_output_tokens += sum([len(output.tokens) for output in outputs])
         return outputs
 
@@ -462,15 +463,14 @@ class Scheduler(SequenceAdmission):
         self._finish(seq, "error")
         return error_output(seq, error)
 
-    def _finish(self, seq: Sequence, reason: FinishReason) -> None:
+    def _finish(self, seq: Sequence, reason: FinishReason, is_repetition: bool = False) -> None:
         """End ``seq``. Its blocks are released now, or when its last step in flight is committed."""
         seq.status = Status.FINISHED
         seq.finish_reason = reason
         self._disown_steps(seq)
         accepted = seq.num_drafts - seq.num_rejected
-        self.events.note(
-            seq.id, "ended", tokens=seq.num_output_tokens, reason=reason, drafts=seq.num_drafts, accepted=accepted
-        )
+        shown, num_tokens = REPETITION if is_repetition else reason, seq.num_output_tokens
+        self.events.note(seq.id, "ended", tokens=num_tokens, reason=shown, drafts=seq.num_drafts, accepted=accepted)
         if self.running.pop(seq.id, None) is not None:
             self.waiting.leave(seq)
         self.yielding.pop(seq, None)

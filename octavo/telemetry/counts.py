@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import get_args
 
-from octavo.types import EngineInfo, EngineStats, FinishReason
+from octavo.types import REPETITION, EngineInfo, EngineStats, FinishReason
 
 LATENCY_BUCKETS = (
     *(0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0),
@@ -65,7 +65,9 @@ class Histogram:
         return pairs
 
 
-FINISH_REASONS: tuple[str, ...] = get_args(FinishReason)
+FINISH_REASONS: tuple[str, ...] = (*get_args(FinishReason), REPETITION)
+"""Reasons that requests are counted by: a text that repeats itself is apart from others that end with ``stop``."""
+COMPLETED = ("stop", "length", REPETITION)
 REJECTIONS = ("queue_full", "unavailable", "too_large", "invalid", "unauthorized", "other")
 METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
 MAX_HANDLERS = 64
@@ -170,12 +172,15 @@ class Counts:
             self.queue_time.observe(timing.first_scheduled - timing.arrival)
             self.prefill_time.observe(now - timing.first_scheduled)
 
-    def observe_end(
-        self, timing: Timing, reason: FinishReason, prompt_tokens: int, output_tokens: int, max_tokens: int
-    ) -> None:
-        """Record the end of a request; latencies count only for ``stop`` and ``length``."""
+    @property
+    def num_completed(self) -> int:
+        """Requests that ended without an error and were not aborted."""
+        return sum(self.finished[reason] for reason in COMPLETED)
+
+    def observe_end(self, timing: Timing, reason: str, prompt_tokens: int, output_tokens: int, max_tokens: int) -> None:
+        """Record the end of a request, for one of ``FINISH_REASONS``; latencies count only if it is completed."""
         self.finished[reason] += 1
-        if reason not in ("stop", "length"):
+        if reason not in COMPLETED:
             return
         self.request_prompt_tokens.observe(prompt_tokens)
         self.request_output_tokens.observe(output_tokens)

@@ -138,8 +138,7 @@ class Metrics(Counts, Collector):
         ended = CounterMetricFamily(
             "inferengine_requests", "Requests that ended without an error, and refused ones.", labels=["status"]
         )
-        finished = [engine.finished for engine in self.engines]
-        ended.add_metric(["ok"], sum(counts["stop"] + counts["length"] for counts in finished))
+        ended.add_metric(["ok"], sum(engine.num_completed for engine in self.engines))
         ended.add_metric(["rejected"], sum(self.rejected.values()))
         yield ended
         choices = "Continuations per request, the parameter 'n'."

@@ -11,7 +11,7 @@ from pathlib import Path
 from octavo.errors import CANCELLATIONS, RequestError, RequestFailed
 from octavo.server_settings import ServerSettings
 from octavo.telemetry.metrics import Metrics
-from octavo.types import FinishReason, Output
+from octavo.types import REPETITION, FinishReason, Output
 from octavo_server.engines.engine_client import LiveProgress
 from octavo_server.engines.live_request import LiveRequest
 from octavo_server.observe.timelines import Timelines
@@ -82,14 +82,15 @@ class RequestJournal:
         """Stop the computation of a request that ended here."""
         raise NotImplementedError
 
-    def _end(self, live: LiveRequest, reason: FinishReason) -> None:
+    def _end(self, live: LiveRequest, reason: FinishReason, is_repetition: bool = False) -> None:
         del self._live[live.id]
         request = live.request
         for counts, name in ((self.num_live_of, request.tenant), (self.live_owners, request.owner)):
             counts[name] -= 1
             if not counts[name]:
                 del counts[name]
-        self.metrics.observe_end(live.timing, reason, len(request.prompt_tokens), len(live.tokens), request.max_tokens)
+        counted, sizes = REPETITION if is_repetition else reason, (len(request.prompt_tokens), len(live.tokens))
+        self.metrics.observe_end(live.timing, counted, *sizes, request.max_tokens)
         if self.tracing is not None:
             self.tracing.end(live, reason, self.timelines)
 
@@ -127,7 +128,7 @@ class RequestJournal:
             self._fail(live, RequestFailed(output.error))
             return
         if output.finish_reason is not None:
-            self._end(live, output.finish_reason)
+            self._end(live, output.finish_reason, output.stop_token_id == REPETITION)
         try:
             live.listener.on_output(output)
         except CANCELLATIONS:

@@ -76,9 +76,7 @@ def _short_stats(services: ModelServices) -> dict[str, Any]:
         "model": services.model_name,
         "waiting_requests": stats.num_waiting,
         "active_requests": stats.num_running,
-        "completed_requests": sum(
-            part.finished[reason] for part in engine.metrics.engines for reason in ("stop", "length")
-        ),
+        "completed_requests": sum(part.num_completed for part in engine.metrics.engines),
         "decode_steps": stats.num_steps,
         "average_batch_size": round(stats.num_scheduled_seqs / max(1, stats.num_steps), 3),
         "max_batch_observed": max(part.max_running for part in engine.metrics.engines),

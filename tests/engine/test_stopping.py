@@ -100,7 +100,8 @@ def test_a_repetition_of_output_tokens_ends_a_sequence(
 @pytest.mark.parametrize(
     ("name", "values"),
     [
-        ("max_pattern_size", (0,)),
+        ("max_pattern_size", (-1,)),
+        ("min_pattern_size", (0, 2)),
         ("max_pattern_size", (129,)),
         ("min_pattern_size", (3, 4)),
         ("min_pattern_size", (3, 0)),

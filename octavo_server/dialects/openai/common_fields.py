@@ -12,7 +12,14 @@ from starlette.requests import Request
 
 from octavo.config import SchedulerSettings
 from octavo.errors import InvalidParameter
-from octavo.sampling_params import DEFAULTS, MAX_TOKEN_ID, OPTIONS, RepetitionDetectionParams, SamplingParams
+from octavo.sampling_params import (
+    DEFAULTS,
+    MAX_TOKEN_ID,
+    OPTIONS,
+    RepetitionDetectionParams,
+    SamplingParams,
+    parse_repetition_detection,
+)
 from octavo_server.http.error_responses import UnsupportedParameter
 from octavo_server.services import ModelServices
 from octavo_server.tenants.api_keys import caller_of
@@ -166,6 +173,8 @@ def has_idle_transfer(body: GenerationFields, services: ModelServices) -> bool:
 def check_generation_fields(body: GenerationFields, services: ModelServices) -> None:
     """Validate what ``SamplingParams`` does not. Raises ``RequestError``."""
     check_labels(services, body.model, body.priority, body.user)
+    if not 1 <= body.n <= (most := services.config.server.max_n):
+        raise InvalidParameter("n", f"'n' must be a whole number from 1 to {most} (max_n).")
     if body.prompt_logprobs is not None and body.stream:
         raise UnsupportedParameter("prompt_logprobs", "'prompt_logprobs' is not supported with 'stream'.")
     for name in STREAM_OPTIONS:
@@ -247,14 +256,14 @@ def sampling_params(
         logprobs=0 if body.logprob_token_ids else logprobs,
         prompt_logprobs=prompt_logprobs,
         logprob_token_ids=tuple(body.logprob_token_ids),
-        repetition_detection=_repetition(body.repetition_detection),
+        repetition_detection=_repetition(body.repetition_detection, services),
     )
 
 
-def _repetition(given: RepetitionDetectionFields | None) -> RepetitionDetectionParams | None:
-    """The parameters. Raises ``InvalidParameter`` about ``repetition_detection``."""
+def _repetition(given: RepetitionDetectionFields | None, services: ModelServices) -> RepetitionDetectionParams | None:
+    """The parameters, or the server's. Raises ``InvalidParameter`` about ``repetition_detection``."""
     if given is None:
-        return None
+        return parse_repetition_detection(services.config.server.repetition_detection)
     try:
         return RepetitionDetectionParams(**msgspec.structs.asdict(given))
     except InvalidParameter as error:

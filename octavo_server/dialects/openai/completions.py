@@ -14,7 +14,7 @@ from starlette.responses import Response
 
 from octavo.errors import InvalidParameter
 from octavo.grammar import forms
-from octavo.sampling_params import MAX_N, SamplingParams
+from octavo.sampling_params import SamplingParams
 from octavo.text.text_stream import TextStream
 from octavo_server.admission import ClientRequest
 from octavo_server.dialects.openai import beam_search, kv_transfer
@@ -137,7 +137,7 @@ def client_request(body: CompletionBody, services: ModelServices, request: Reque
         prompts=prompts,
         transfer=None if body.kv_transfer_params is None else kv_transfer.kv_transfer(body, services, len(prompts)),
         prompt_field="prompt",
-        params=_among_best_of(body, sampling_params(body, services, body.max_tokens, body.logprobs, scored)),
+        params=_among_best_of(body, services, sampling_params(body, services, body.max_tokens, body.logprobs, scored)),
         default_max_tokens=None if body.max_tokens == NO_LIMIT else DEFAULT_MAX_TOKENS,
         add_special_tokens=body.add_special_tokens,
         grammar=None if asked_for is None else lambda _: forms.grammar_text(asked_for.form),
@@ -145,12 +145,14 @@ def client_request(body: CompletionBody, services: ModelServices, request: Reque
     )
 
 
-def _among_best_of(body: CompletionBody, params: SamplingParams) -> SamplingParams:
+def _among_best_of(body: CompletionBody, services: ModelServices, params: SamplingParams) -> SamplingParams:
     """Parameters for ``best_of`` sequences, with the log-probabilities to rank them. Raises ``InvalidParameter``."""
     if body.best_of is None or body.best_of == params.n:
         return params
-    if not params.n <= body.best_of <= MAX_N:
-        raise InvalidParameter("best_of", f"'best_of' must be a whole number from 'n' ({params.n}) to {MAX_N}.")
+    most = services.config.server.max_n
+    if not params.n <= body.best_of <= most:
+        message = f"'best_of' must be a whole number from 'n' ({params.n}) to {most} (max_n)."
+        raise InvalidParameter("best_of", message)
     if body.stream:
         message = "'best_of' above 'n' cannot be streamed: which texts are best is known when all have ended."
         raise InvalidParameter("best_of", message)

@@ -17,7 +17,6 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from octavo.errors import ContextLengthExceeded, InvalidParameter
-from octavo.sampling_params import MAX_N
 from octavo.types import REPETITION, FinishReason, Output, TokenLogprobs
 from octavo.types import Request as EngineRequest
 from octavo_server.admission import ClientRequest
@@ -267,8 +266,9 @@ def _check(given: Generated, services: ModelServices) -> None:
     if given.output_mode != "tokens":
         message = "'output_mode' must be 'tokens': texts are read already, and have no stop strings any more."
         raise InvalidParameter("output_mode", message)
-    if len(given.choices) > MAX_N or not all(0 <= part.index < MAX_N for part in given.choices):
-        raise InvalidParameter("choices", f"'choices' must have at most {MAX_N}, with an 'index' below that.")
+    most = services.config.server.max_n
+    if len(given.choices) > most or not all(0 <= part.index < most for part in given.choices):
+        raise InvalidParameter("choices", f"'choices' must have at most {most} (max_n), with an 'index' below that.")
     if any(type((given.usage or {}).get(name, 0)) is not int for name in ("prompt_tokens", "completion_tokens")):
         raise InvalidParameter("usage", "'usage' must have whole numbers of 'prompt_tokens' and 'completion_tokens'.")
     for part in given.choices:

@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 from tokenizers import processors
 
+from octavo.config import ServeConfig
+from octavo.errors import ConfigError
 from octavo.sampling_params import RepetitionDetectionParams
 from octavo.types import Request
 from octavo_server.dialects.anthropic import body as anthropic
@@ -225,9 +227,36 @@ def test_special_tokens_go_around_a_prompt_unless_told_otherwise(serve_app: Any)
 
 
 @pytest.mark.parametrize(
-    "value", [{}, {"max_pattern_size": 0}, {"max_pattern_size": 3, "min_count": 1}, {"size": 3}, 3]
+    "value", [{}, {"max_pattern_size": -1}, {"max_pattern_size": 3, "min_count": 1}, {"size": 3}, 3]
 )
 def test_bad_repetition_detection_is_refused_by_name(served: Served, value: Any) -> None:
     answer = ask(served, "completions", repetition_detection=value)
     assert answer.status_code == 400
     assert answer.json()["error"]["param"] == "repetition_detection"
+
+
+def test_a_server_may_detect_repetitions_unless_a_request_says_otherwise(serve_app: Any) -> None:
+    served = serve_app(repetition_detection='{"max_pattern_size": 3, "min_count": 4}')
+    own = RepetitionDetectionParams(max_pattern_size=7)
+    for given, expected in (({}, REPETITION), ({"max_pattern_size": 7}, own), ({"max_pattern_size": 0}, None)):
+        for path in ("completions", "chat/completions"):
+            assert ask(served, path, **({"repetition_detection": given} if given else {})).status_code == 200
+            assert served.engine.requests[-1].params.repetition_detection == expected
+    served.client.post("/v1/messages", json={"max_tokens": 3, "messages": [{"role": "user", "content": "Hi"}]})
+    assert served.engine.requests[-1].params.repetition_detection == REPETITION
+
+
+@pytest.mark.parametrize("value", ["{", "{}", '{"max_pattern_size": 3, "size": 3}', '{"max_pattern_size": 3000}'])
+def test_a_bad_setting_of_it_is_refused_at_the_start(value: str) -> None:
+    with pytest.raises(ConfigError, match="repetition_detection"):
+        ServeConfig.from_flat({"repetition_detection": value})
+
+
+def test_the_most_continuations_are_a_setting(serve_app: Any) -> None:
+    served = serve_app(InProcessEngine(max_num_seqs=400), max_n=200)
+    assert len(ask(served, "completions", n=200).json()["choices"]) == 200
+    for path, name in (("completions", "n"), ("completions", "best_of"), ("chat/completions", "n")):
+        error = ask(served, path, **{name: 201}).json()["error"]
+        assert error["param"] == name
+        assert error["message"].endswith("to 200 (max_n).")
+    assert ask(serve_app(), "completions", n=129).json()["error"]["param"] == "n"
