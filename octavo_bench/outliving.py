@@ -2,7 +2,8 @@
 
 A long prompt is answered, the server ends or sleeps, and the same prompt is answered again: by a server of the same
 folder (``--kv-offload-dir``), or the one that woke. Answers are greedy, and on a CPU the same however a prompt was
-computed, so they must be equal. At last files of many short prompts are damaged, and all of them are asked again.
+computed, so they must be equal. At last files of many short prompts are damaged, and many of a long one, and all of
+them are asked again.
 """
 
 from __future__ import annotations
@@ -122,35 +123,37 @@ class Outliving:
                 successor.wait_ready(SECONDS)
                 self.note("takeover", before, self.ask(4, self.prompt))
 
-    def damage_and_ask_again(self, count: int) -> None:
-        """A server computes ``count`` short prompts; then one file of each is damaged."""
-        numbers, draw = range(10, 10 + count), random.Random(0)
+    def damage_and_ask_again(self, count: int, length: int, num_prompts: int) -> None:
+        """A server computes prompts of ``length`` tokens or three blocks; then ``count`` of their files are damaged."""
+        numbers, draw = range(10, 10 + num_prompts), random.Random(0)
         with self.start():
             block_size = httpx.get(self._url + "/stats", timeout=SECONDS).json()["cache"]["page_size"]
-            length = max(SHORT_PROMPT, 2 * block_size + 1)
+            length = max(length, 2 * block_size + 1)
             files = [self._files_of(number, length, block_size) for number in numbers]
             before = [self.ask(number, length) for number in numbers]
+        each = min(count // num_prompts, len(files[0]))
         for own in files:
-            damage(draw.choice(own), draw)
+            for file in draw.sample(own, each):
+                damage(file, draw)
         with self.start():
             after = [self.ask(number, length) for number in numbers]
             lines = httpx.get(self._url + "/metrics", timeout=SECONDS).text.splitlines()
         num_bad = sum(float(line.split()[-1]) for line in lines if line.startswith("octavo_kv_offload_bad_files_total"))
-        num_cached = sum(found.num_cached for found in after)
+        num_cached, num_tokens = sum(found.num_cached for found in after), num_prompts * length
         self.rows.append(
             {
-                "case": f"{count} damaged files",
-                "requests": count,
+                "case": f"{each * num_prompts} damaged files" + (" of one prompt" if num_prompts == 1 else ""),
+                "requests": num_prompts,
                 "right": sum(one.tokens == other.tokens for one, other in zip(before, after, strict=True)),
-                "prompt_tokens": count * length,
+                "prompt_tokens": num_tokens,
                 "cached_tokens": num_cached,
-                "cached_percent": round(100 * num_cached / (count * length), 2),
+                "cached_percent": round(100 * num_cached / num_tokens, 2),
                 "bad_files": int(num_bad),
             }
         )
 
     def _files_of(self, number: int, length: int, block_size: int) -> list[Path]:
-        """Those of the blocks of a short prompt that are read when it is asked again; waits until they are written.
+        """Those of the blocks of a prompt that are read when it is asked again; waits until they are written.
 
         The last token is left out: with it the last block may be full, and it is always computed.
         """
@@ -159,7 +162,7 @@ class Outliving:
         end = time.monotonic() + SECONDS
         while len(found := [file for file in self._files() if file not in others]) < (length - 1) // block_size:
             if time.monotonic() > end:
-                raise TimeoutError(f"a short prompt is not on disk after {SECONDS:g} s: {len(found)} of its blocks are")
+                raise TimeoutError(f"a prompt is not on disk after {SECONDS:g} s: {len(found)} of its blocks are")
             time.sleep(POLL_SECONDS)
         return found
 
@@ -201,8 +204,9 @@ def run(model: str, kv_cache_memory: float, prompt: int, idle: float, damaged: i
 def measure(
     model: str, flags: Sequence[str], folder: Path, prompt: int, idle: float, num_damaged: int
 ) -> dict[str, Any]:
-    """One row for each way to end, and one for damaged files; see above. ``folder`` is for the servers' files."""
+    """One row for each way to end, and two for damaged files; see above. ``folder`` is for the servers' files."""
     servers = Outliving(model, flags, folder, prompt)
     servers.end_and_ask_again(idle)
-    servers.damage_and_ask_again(num_damaged)
+    servers.damage_and_ask_again(num_damaged, SHORT_PROMPT, num_prompts=num_damaged)
+    servers.damage_and_ask_again(num_damaged, prompt, num_prompts=1)
     return {"prompt": prompt, "idle": idle, "rows": servers.rows}

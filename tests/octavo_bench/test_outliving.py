@@ -27,19 +27,22 @@ def test_what_is_damaged_is_not_what_it_was(tmp_path: Path) -> None:
 def test_a_prompt_outlives_each_end_of_its_server(tmp_path: Path, socket_folder: Path) -> None:
     model = write_tiny_model(tmp_path / "model")
     found = measure(str(model), ["--load-format", "dummy"], socket_folder, prompt=500, idle=3, num_damaged=5)
-    *ends, damaged = found["rows"]
+    *ends, damaged, of_one = found["rows"]
     assert [row["case"] for row in ends] == ["SIGTERM", "kill -9 after 3 s", "sleep and wake", "takeover"]
     assert all(row["right"] == row["requests"] for row in found["rows"])
     assert all(row["cached_tokens"] == 480 for row in ends if "kill" not in row["case"]), "but for the last block"
     assert damaged["bad_files"] == 5
     assert damaged["cached_tokens"] <= 5 * 64, "at most two blocks of three"
+    assert of_one["case"] == "5 damaged files of one prompt"
+    assert of_one["bad_files"] >= 1
+    assert of_one["cached_tokens"] < 480
 
 
 @pytest.mark.nightly
 def test_large_blocks_outlive_each_end_of_their_server() -> None:
     """16 MiB each, of which the random model "wide" has one for 4 tokens."""
     found = run("wide", kv_cache_memory=0.5, prompt=64, idle=5, damaged=2)
-    *ends, damaged = found["rows"]
+    *ends, damaged, _ = found["rows"]
     assert all(row["right"] == row["requests"] for row in found["rows"])
     assert all(row["cached_tokens"] == 60 for row in ends if "kill" not in row["case"]), "but for the last block"
     assert damaged["bad_files"] == 2
