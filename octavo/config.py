@@ -78,6 +78,9 @@ class ModelSettings(ParallelSettings):
         "default sampling parameters: auto reads the model's generation_config.json, vllm uses neutral values; "
         "or a folder that contains such a file",
     )
+    hf_config_path: str | None = setting(
+        None, "folder whose config.json and generation_config.json are used in place of the model's, which needs none"
+    )
     load_format: str = setting(
         "auto",
         "checkpoint format; pt reads .bin and .pt files of PyTorch, tensors alone; dummy makes random weights",

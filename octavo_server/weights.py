@@ -472,7 +472,9 @@ def _allowed(services: ModelServices, field: str, folder: str) -> Path:
 
 
 def _check_same_model(old: Path, new: Path, field: str) -> None:
-    """Raise ``InvalidParameter`` unless two checkpoints have the same configuration."""
+    """Raise ``InvalidParameter`` unless two checkpoints have the same configuration, or the new one has none."""
+    if not (new / "config.json").exists():
+        return
     try:
         before, after = (json.loads((folder / "config.json").read_text()) for folder in (old, new))
     except (OSError, ValueError, RecursionError):

@@ -552,4 +552,5 @@ def open_model(settings: ModelSettings) -> tuple[torch.device, Path, Checkpoint]
     if settings.backend in WITHOUT_MODEL:
         raise ConfigError(f"backend: {settings.backend} is for `octavo serve`")
     path = resolve_model(settings)
-    return device, path, open_checkpoint(path, settings.load_format, settings.seed, str(device))
+    opened = open_checkpoint(path, settings.load_format, settings.seed, str(device), settings.hf_config_path)
+    return device, path, opened

@@ -118,7 +118,8 @@ def _check(config: EngineConfig, *about: str) -> int:
     is_whole = is_here or backend is not None
     path = resolve_model(config.model) if is_whole else resolve_model(config.model, ["*.json"])
     has_weights = is_whole and (path.is_file() or any(any(path.glob(pattern)) for pattern in WEIGHTS))
-    checkpoint = open_checkpoint(path, config.model.load_format if has_weights else "dummy")
+    load_format = config.model.load_format if has_weights else "dummy"
+    checkpoint = open_checkpoint(path, load_format, config_folder=config.model.hf_config_path)
     device = resolve_device(config.model.device)
     free = memory_budget.free_memory(device, config.cache.gpu_memory_utilization)
     config, model, form = configured_model(config, path, checkpoint, device)

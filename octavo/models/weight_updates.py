@@ -48,7 +48,7 @@ class WeightUpdates:
         """See ``LoadWeights``; any error but a ``CheckpointError`` leaves weights that are of no use."""
         checkpoint = self._checkpoint
         if message.folder:
-            checkpoint = open_checkpoint(Path(message.folder))
+            checkpoint = open_checkpoint(Path(message.folder), config_folder=self._settings.hf_config_path)
         source = self._source(checkpoint, message.files)
         outline(self._config, source, self._form, self._collective.size)
         try:

@@ -51,8 +51,16 @@ class Checkpoint(Protocol):
         """
 
 
-def open_checkpoint(path: Path, load_format: str = "auto", seed: int = 0, device: str = "cpu") -> Checkpoint:
+def open_checkpoint(
+    path: Path,
+    load_format: str = "auto",
+    seed: int = 0,
+    device: str = "cpu",
+    config_folder: str | None = None,
+) -> Checkpoint:
     """Open a folder with ``config.json`` and safetensors files, or a GGUF file, of which ``path`` may be a part.
+
+    ``config_folder`` is the folder of the ``config.json`` if that is another one.
 
     ``load_format`` is ``auto``, ``safetensors``, ``gguf``, ``pt`` or ``dummy``. PyTorch files are read with ``pt``
     alone, and a dummy reads only the configuration from ``path``, and generates random weights on ``device``. Raises
@@ -62,15 +70,16 @@ def open_checkpoint(path: Path, load_format: str = "auto", seed: int = 0, device
         raise CheckpointError(f"{path}: does not exist")
     if not path.is_dir() and path.suffix.lower() in (".safetensors", ".bin", ".pt", ".pth"):
         raise CheckpointError(f"{path}: give a GGUF file, or the folder of another checkpoint")
+    configs = None if config_folder is None else Path(config_folder).expanduser()
     if load_format == "pt" and path.is_dir():
-        return PytorchCheckpoint(path)
+        return PytorchCheckpoint(path, configs)
     found = "safetensors" if path.is_dir() else "gguf"
     if load_format not in ("auto", "dummy", found):
         raise CheckpointError(f"{path}: is of load format {found}, but {load_format} was asked for")
     if load_format == "dummy" and found == "safetensors":
-        return DummyCheckpoint(*read_configs(path), seed, device)
+        return DummyCheckpoint(*read_configs(configs or path), seed, device)
     if found == "safetensors":
-        return SafetensorsCheckpoint(path)
+        return SafetensorsCheckpoint(path, configs)
     checkpoint = GGUFCheckpoint(path)
     if load_format == "dummy":
         return DummyCheckpoint(checkpoint.config, checkpoint.generation_config, seed, device)

@@ -69,9 +69,10 @@ class PytorchFile:
 class PytorchCheckpoint(PytorchFile):
     """A folder of PyTorch files, all of which opening it reads."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, config_folder: Path | None = None) -> None:
+        """``config_folder`` has the configuration, if that is another folder."""
         self.path = folder
-        self.config, self.generation_config = read_configs(folder)
+        self.config, self.generation_config = read_configs(config_folder or folder)
         self._tensors = {}
         for name in _file_names(folder):
             self._tensors.update(_read(folder, name))

@@ -92,9 +92,10 @@ class SafetensorsCheckpoint(TensorFiles):
     is_dummy = False
     has_blocks = False
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, config_folder: Path | None = None) -> None:
+        """``config_folder`` has the configuration, if that is another folder."""
         self.path = folder
-        self.config, self.generation_config = read_configs(folder)
+        self.config, self.generation_config = read_configs(config_folder or folder)
         self._files = _open_files(folder)
 
 

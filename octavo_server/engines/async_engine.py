@@ -13,6 +13,7 @@ import logging
 import sys
 import time
 from collections.abc import Mapping
+from typing import Any
 
 from octavo.config import EngineConfig, ServeConfig, to_flat
 from octavo.errors import InvalidParameter, RequestError, RequestFailed, Unavailable, Withdrawn
@@ -79,7 +80,7 @@ class AsyncEngine(RequestJournal):
         self.failure: str | None = None
         """Why requests are rejected: ``PATIENCE`` consecutive engine starts failed. ``None`` otherwise."""
         self.adapters = AdapterTable(config.model)
-        self._engine_settings = to_flat(config, EngineConfig)
+        self._engine_settings = _engine_settings(config)
         """Flat ``EngineConfig`` sent to the next engine process."""
         self._supervisor = Supervisor(
             argv or ENGINE_ARGV, self._engine_settings, config.server.engine_timeout, self, environment or {}
@@ -574,3 +575,12 @@ class AsyncEngine(RequestJournal):
         for event in events:
             if event.kind == "chunk" and (live := self._live.get(event.request_id)) is not None:
                 live.note_computed(event.start + event.tokens)
+
+
+def _engine_settings(config: ServeConfig) -> dict[str, Any]:
+    """Flat ``EngineConfig``. Folders of weight updates need have neither configuration nor tokenizer."""
+    model, settings = config.model, to_flat(config, EngineConfig)
+    if config.server.weight_updates_dir is not None:
+        settings["hf_config_path"] = model.hf_config_path or model.model
+        settings["tokenizer"] = model.tokenizer or model.model
+    return settings
