@@ -152,15 +152,23 @@ class DataParallelEngine(SeveralEngines):
 
     # --- adapters ---
 
-    async def load_adapter(self, name: str, path: str, content: str) -> None:
-        """Load an adapter into all engines; when one refuses it, unload it from those that had taken it."""
-        for number, engine in enumerate(self.engines):
+    async def load_adapter(self, name: str, path: str, content: str, replaces: bool = False) -> None:
+        """Load an adapter into all engines; when one refuses it, those that had taken it go back.
+
+        The first is the last: requests name what it has, which all others have by then.
+        """
+        old, done = self.adapters.known.get(name), list[AsyncEngine]()
+        for engine in reversed(self.engines):
             try:
-                await engine.load_adapter(name, path, content)
+                await engine.load_adapter(name, path, content, replaces)
             except OctavoError:
-                for earlier in self.engines[:number]:
-                    await earlier.unload_adapter(name)
+                for earlier in done:
+                    if old is None:
+                        await earlier.unload_adapter(name)
+                    else:
+                        await earlier.load_adapter(name, old.path, old.digest, replaces=True)
                 raise
+            done.append(engine)
 
     async def unload_adapter(self, name: str) -> None:
         await asyncio.gather(*(engine.unload_adapter(name) for engine in self.engines))

@@ -274,8 +274,8 @@ class Admission:
         adapters, adapter, salt = self.engine.adapters, "", client_request.cache_salt
         if adapters.is_enabled:
             adapters.check(client_request.model)
-            adapter = client_request.model if client_request.model in adapters.paths else ""
-            salt = adapters.salted(adapter, salt)
+            adapter = adapters.alias(client_request.model)
+            salt = adapters.salted(client_request.model, salt)
         arrival = time.monotonic()
         for prompt, max_tokens in prompts:
             thinking = self._thinking_budget(client_request, prompt)

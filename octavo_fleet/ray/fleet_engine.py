@@ -263,7 +263,7 @@ class FleetEngine(RequestJournal):
 
     # --- adapters ---
 
-    async def load_adapter(self, name: str, path: str, content: str) -> None:
+    async def load_adapter(self, name: str, path: str, content: str, replaces: bool = False) -> None:
         raise InvalidParameter("lora_name", "A fleet on Ray serves the adapters of its setting lora_modules.")
 
     async def unload_adapter(self, name: str) -> None:

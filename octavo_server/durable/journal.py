@@ -30,6 +30,7 @@ from octavo_server.durable.recovery import read_logs
 from octavo_server.durable.requests import DurableRequest, begin_of, head_of
 from octavo_server.durable.synced_log import Damage, LogFile, LogWriter, log_files
 from octavo_server.engines.engine_client import EngineClient
+from octavo_server.engines.lora_adapters import adapter_name
 from octavo_server.engines.request_table import GRAMMARS
 from octavo_server.front.takeover import Predecessor
 from octavo_server.generation import IDEMPOTENCY_KEY, Generation
@@ -214,7 +215,9 @@ class Journal:
         adapters = self.engine.adapters
         is_served = not head.adapter or head.adapter in adapters.paths
         if not is_served or not head.cache_salt.startswith(adapters.salted(head.adapter, "")):
-            raise ModelNotFound(f"The adapter `{head.adapter}` is not served now, or has changed.", param="model")
+            raise ModelNotFound(
+                f"The adapter `{adapter_name(head.adapter)}` is not served now, or has changed.", param="model"
+            )
 
     # --- requests ---
 

@@ -39,7 +39,7 @@ from octavo_server.engines.engine_client import FIRST_WEIGHTS, KVEventSink, Outp
 from octavo_server.engines.engine_link import EngineLink
 from octavo_server.engines.engine_stats import TotalStats
 from octavo_server.engines.live_request import LiveRequest, adapters_of
-from octavo_server.engines.lora_adapters import AdapterTable
+from octavo_server.engines.lora_adapters import AdapterTable, adapter_name, alias_of
 from octavo_server.engines.request_table import RequestJournal, had_grammars
 from octavo_server.engines.supervisor import Supervisor
 from octavo_server.observe.step_log import StepLog
@@ -435,40 +435,48 @@ class AsyncEngine(RequestJournal):
 
     # --- adapters ---
 
-    async def load_adapter(self, name: str, path: str, content: str) -> None:
+    async def load_adapter(self, name: str, path: str, content: str, replaces: bool = False) -> None:
         """Load an adapter, so that requests can name it; see ``AdapterTable.add``. Wakes the engine.
 
-        Raises ``InvalidParameter`` if the engine rejects it, and ``Unavailable`` while the engine restarts.
+        With ``replaces``, one of that name may be loaded; requests that began with it end with it. Raises
+        ``InvalidParameter`` if the engine rejects it, and ``Unavailable`` while the engine restarts.
         """
         await self.wake_up()
         async with self._changing_adapters:
-            if name in self.adapters.paths:
+            if name in self.adapters.paths and not replaces:
                 raise InvalidParameter("lora_name", f"An adapter called '{name}' is loaded already.")
             link = self._ready_link()
-            error = await link.change_adapter(wire.LoadAdapter(link.generation, name, path))
-            if error:
-                raise InvalidParameter("lora_path", error)
+            await self._unload_unused(link)
+            if not self.adapters.has_loaded(alias := alias_of(name, content)):
+                error = await link.change_adapter(wire.LoadAdapter(link.generation, alias, path))
+                if error:
+                    raise InvalidParameter("lora_path", error)
             self.adapters.add(name, path, content)
 
     async def unload_adapter(self, name: str) -> None:
         """Reject new requests for an adapter, wait for its live ones, then unload it."""
         self.adapters.remove(name)
-        while any(live.request.adapter == name for live in self._live.values()):
+        while any(adapter_name(live.request.adapter) == name for live in self._live.values()):
             await asyncio.sleep(DRAIN_POLL_SECONDS)
         async with self._changing_adapters:
-            if name not in self.adapters.paths and self._supervisor.link is not None:
+            if self.adapters.retired and self._supervisor.link is not None:
                 await self.wake_up()
-                link = self._ready_link()
-                await link.change_adapter(wire.UnloadAdapter(link.generation, name))
+                await self._unload_unused(self._ready_link())
+
+    async def _unload_unused(self, link: EngineLink) -> None:
+        """Unload the adapters that were replaced or unloaded, and whose last request has ended."""
+        for alias in self.adapters.take_unused({live.request.adapter for live in self._live.values()}):
+            await link.change_adapter(wire.UnloadAdapter(link.generation, alias))
 
     async def prepare(self, link: EngineLink) -> None:
         """Load the previous process's adapters into a restarted engine process; drop those that fail to load."""
         if self._info is None:
             return  # the first process loads the configured adapters while it builds the engine
+        self.adapters.take_unused({live.request.adapter for live in self._live.values()})
         await self.adapters.load_all_again(link)
         for live in list(self._live.values()):
             try:
-                self.adapters.check(live.request.adapter)
+                self.adapters.check(adapter_name(live.request.adapter))
             except RequestError as error:
                 self._fail(live, error)
 

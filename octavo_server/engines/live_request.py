@@ -10,6 +10,7 @@ import msgspec
 from octavo.telemetry.counts import Timing
 from octavo.types import Output, Request
 from octavo_server.engines.engine_client import OutputListener
+from octavo_server.engines.lora_adapters import adapter_name
 
 
 @dataclass(slots=True, eq=False)
@@ -84,5 +85,5 @@ def adapters_of(requests: Iterable[LiveRequest]) -> tuple[frozenset[str], frozen
     waiting: set[str] = set()
     for live in requests:
         if live.request.adapter:
-            (running if live.has_advanced else waiting).add(live.request.adapter)
+            (running if live.has_advanced else waiting).add(adapter_name(live.request.adapter))
     return frozenset(running), frozenset(waiting)

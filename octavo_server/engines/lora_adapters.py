@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Container
 from dataclasses import dataclass
 
 from octavo.config import ModelSettings, parse_lora_modules
@@ -12,6 +13,7 @@ from octavo.weights.adapter_files import digest
 from octavo_server.engines import wire
 from octavo_server.engines.engine_link import EngineLink
 
+ALIAS_DIGITS = 16
 MAX_DEATHS = 2
 """After this many consecutive engine deaths while loading an adapter, the next process skips it."""
 
@@ -25,6 +27,8 @@ class LoadedAdapter:
     path: str
     digest: str
     """SHA-256 over the contents of ``FILES``, in hexadecimal."""
+    alias: str
+    """Its name in the engine: that in the API, for those of the settings, or ``alias_of`` it."""
     deaths: int = 0
     """Engine processes that died while loading it, since its last successful load."""
 
@@ -36,17 +40,38 @@ class AdapterTable:
         self.is_enabled = settings.enable_lora
         self.paths = parse_lora_modules(settings.lora_modules) if settings.enable_lora else {}
         """Name to folder of each served adapter; a request selects one by its ``model`` field."""
-        self.known = {name: LoadedAdapter(path, digest(path)) for name, path in self.paths.items()}
+        self.known = {name: LoadedAdapter(path, digest(path), name) for name, path in self.paths.items()}
         """Adapters in ``paths``, plus those that the current engine process failed to load."""
+        self.retired: dict[str, LoadedAdapter] = {}
+        """By alias, those that the engine still has for the requests that began with them."""
+
+    def has_loaded(self, alias: str) -> bool:
+        """Whether the engine has this one, be it retired."""
+        return alias in self.retired or any(self.known[name].alias == alias for name in self.paths)
 
     def add(self, name: str, path: str, content: str) -> None:
-        """Register a loaded adapter; ``content`` is the digest of its files."""
+        """Register a loaded adapter, in place of an earlier one; ``content`` is the digest of its files."""
+        if name in self.known:
+            self.remove(name)
         self.paths[name] = path
-        self.known[name] = LoadedAdapter(path, content)
+        self.known[name] = added = LoadedAdapter(path, content, alias_of(name, content))
+        self.retired.pop(added.alias, None)
 
     def remove(self, name: str) -> None:
         self.paths.pop(name, None)
-        del self.known[name]
+        adapter = self.known.pop(name)
+        self.retired[adapter.alias] = adapter
+
+    def alias(self, name: str) -> str:
+        """What a request for ``name`` names in the engine; "": the base model."""
+        return self.known[name].alias if name in self.paths else ""
+
+    def take_unused(self, used: Container[str]) -> list[str]:
+        """Forget the retired adapters that no request uses; return their aliases."""
+        found = [alias for alias in self.retired if alias not in used]
+        for alias in found:
+            del self.retired[alias]
+        return found
 
     def take_back(self, name: str) -> None:
         """Serve an adapter again after the current engine process loaded it."""
@@ -60,17 +85,21 @@ class AdapterTable:
     async def load_all_again(self, link: EngineLink) -> None:
         """Load what the previous engine process had; leave out what fails. Raises ``OctavoError`` if it ends."""
         for name, adapter in list(self.known.items()):
-            error = await _load_again(link, name, adapter)
+            error = await _load_again(link, adapter)
             if link.closed.is_set():
                 adapter.deaths += 1
                 raise OctavoError(f"the engine process ended while it loaded the adapter {name}")
             if name not in self.known:  # unloaded meanwhile
-                await link.change_adapter(wire.UnloadAdapter(link.generation, name))
+                await link.change_adapter(wire.UnloadAdapter(link.generation, adapter.alias))
             elif error:
                 logger.error("the adapter %s is left out: %s", name, error)
                 self.leave_out(name)
             else:
                 self.take_back(name)
+        for alias, adapter in list(self.retired.items()):
+            if error := await _load_again(link, adapter):
+                logger.error("the replaced adapter %s is left out: %s", alias, error)
+                del self.retired[alias]
 
     def check(self, name: str) -> None:
         """Raise ``ModelNotFound`` for an adapter that was left out."""
@@ -87,7 +116,17 @@ class AdapterTable:
         return f"{content}:{salt}" if self.is_enabled else salt
 
 
-async def _load_again(link: EngineLink, name: str, adapter: LoadedAdapter) -> str:
+def alias_of(name: str, content: str) -> str:
+    """The name in the engine of an adapter with these contents, the same in all engines."""
+    return f"{name},{content[:ALIAS_DIGITS]}"
+
+
+def adapter_name(alias: str) -> str:
+    """The name in the API; names have no comma."""
+    return alias.partition(",")[0]
+
+
+async def _load_again(link: EngineLink, adapter: LoadedAdapter) -> str:
     """Load an adapter into another engine process if its files are unchanged; return the error message, or ""."""
     if adapter.deaths >= MAX_DEATHS:
         adapter.deaths = 0  # retried at the next restart
@@ -98,4 +137,4 @@ async def _load_again(link: EngineLink, name: str, adapter: LoadedAdapter) -> st
         return str(error)
     if content != adapter.digest:
         return f"{adapter.path}: its files have changed since it was loaded"
-    return await link.change_adapter(wire.LoadAdapter(link.generation, name, adapter.path))
+    return await link.change_adapter(wire.LoadAdapter(link.generation, adapter.alias, adapter.path))

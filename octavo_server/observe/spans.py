@@ -26,6 +26,7 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 from octavo.errors import ConfigError
 from octavo.types import FinishReason
 from octavo_server.engines.live_request import LiveRequest
+from octavo_server.engines.lora_adapters import adapter_name
 from octavo_server.observe.timelines import Timelines
 
 EXPORT_SECONDS = 5.0
@@ -73,7 +74,7 @@ class Spans:
         )
         if span.is_recording():  # else the caller's trace is not sampled
             span.set_attribute("gen_ai.request.id", timelines.name_of(live.id) or str(live.id))
-            span.set_attribute("gen_ai.response.model", live.request.adapter or self._model)
+            span.set_attribute("gen_ai.response.model", adapter_name(live.request.adapter) or self._model)
             span.set_attribute("gen_ai.response.finish_reasons", (reason,))
             span.set_attributes(dict(attributes_of(live, now)))
             for event in timelines.events_of(live.id):

@@ -174,6 +174,13 @@ class InProcessEngine:
     async def clear_prefix_cache(self) -> None:
         self.num_clears += 1
 
+    async def load_adapter(self, name: str, path: str, content: str, replaces: bool = False) -> None:
+        assert replaces or name not in self.adapters.paths
+        self.adapters.add(name, path, content)
+
+    async def unload_adapter(self, name: str) -> None:
+        self.adapters.remove(name)
+
     def next_id(self) -> int:
         return next(self._ids)
 

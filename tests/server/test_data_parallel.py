@@ -265,3 +265,23 @@ def test_answers_name_the_weights_of_the_engine_that_computes_them() -> None:
             assert sum(recorder.weights == [("default", 0)] for _, recorder in streams) == 3
 
     asyncio.run(main())
+
+
+def test_an_adapter_that_one_engine_cannot_replace_is_the_earlier_one_in_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[int, str]] = []
+
+    async def load(engine: AsyncEngine, name: str, path: str, content: str, replaces: bool = False) -> None:
+        asked.append((every.engines.index(engine), path))
+        if path == "bad" and engine is every.engines[0]:
+            raise InvalidParameter("lora_path", "It is of another model.")
+        engine.adapters.add(name, path, content)
+
+    monkeypatch.setattr(AsyncEngine, "load_adapter", load)
+    config = ServeConfig.from_flat({"model": "x", "data_parallel_size": SIZE, "enable_lora": True})
+    every = DataParallelEngine(config, forked("oracle_engine"))
+    asyncio.run(every.load_adapter("step", "good", "1" * 64))
+    assert asked == [(2, "good"), (1, "good"), (0, "good")], "requests name what the first has"
+    with pytest.raises(InvalidParameter):
+        asyncio.run(every.load_adapter("step", "bad", "2" * 64, replaces=True))
+    assert [each.adapters.alias("step") for each in every.engines] == [f"step,{'1' * 16}"] * SIZE
+    assert [each.adapters.paths for each in every.engines] == [{"step": "good"}] * SIZE

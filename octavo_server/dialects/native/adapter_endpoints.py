@@ -1,4 +1,5 @@
-"""POST /v1/load_lora_adapter and /v1/unload_lora_adapter, compatible with vLLM.
+"""POST /v1/load_lora_adapter and /v1/unload_lora_adapter, compatible with vLLM; and by the paths that SGLang and
+trainers have for them.
 
 https://docs.vllm.ai/en/latest/features/lora.html
 """
@@ -27,6 +28,7 @@ class LoadBody(msgspec.Struct, kw_only=True):
 
     lora_name: str
     lora_path: str
+    load_inplace: bool = False
 
 
 class UnloadBody(msgspec.Struct, kw_only=True):
@@ -35,11 +37,12 @@ class UnloadBody(msgspec.Struct, kw_only=True):
     lora_name: str
 
 
-load_decoder = BodyDecoder(LoadBody, {"load_inplace": ()}, frozenset({"base_model_name"}))
+load_decoder = BodyDecoder(LoadBody, {}, frozenset({"base_model_name"}))
 unload_decoder = BodyDecoder(UnloadBody, {}, frozenset({"lora_int_id"}))
 
 
 async def load(request: Request) -> Response:
+    """Trainers load each version of an adapter under one name, by a path of their own, without ``load_inplace``."""
     services, body, headers = await server_of(request).read(request, load_decoder)
     _check_allowed(services)
     name, path = body.lora_name, body.lora_path
@@ -48,7 +51,8 @@ async def load(request: Request) -> Response:
             f"'lora_name' must have 1 to {MAX_NAME} printable characters, no spaces around it, and no comma or '='."
         )
         raise InvalidParameter("lora_name", message)
-    if name in services.served_names:
+    replaces = body.load_inplace or request.url.path in TRAINERS_PATHS
+    if name in (services.model_names if replaces else services.served_names):
         raise InvalidParameter("lora_name", f"There is a model called '{printable(name)}' already.")
     if not path or "," in path or path != path.strip() or not path.isprintable():
         message = "'lora_path' must be a folder, of printable characters without a comma or spaces around them."
@@ -57,8 +61,9 @@ async def load(request: Request) -> Response:
         content = await asyncio.to_thread(digest, path)
     except ConfigError as error:
         raise InvalidParameter("lora_path", f"'lora_path' cannot be read: {printable(str(error))}.") from None
-    await services.engine.load_adapter(name, path, content)
-    return json_response({"object": "model", "id": name, "parent": services.model_name, "root": path}, headers)
+    await services.engine.load_adapter(name, path, content, replaces)
+    answer = {"object": "model", "id": name, "parent": services.model_name, "root": path}
+    return json_response({**answer, "success": True}, headers)
 
 
 async def unload(request: Request) -> Response:
@@ -67,12 +72,16 @@ async def unload(request: Request) -> Response:
     if body.lora_name not in services.engine.adapters.known:
         raise ModelNotFound(f"There is no adapter '{printable(body.lora_name)}'.", param="lora_name")
     await services.engine.unload_adapter(body.lora_name)
-    return json_response({"object": "model", "id": body.lora_name, "deleted": True}, headers)
+    return json_response({"object": "model", "id": body.lora_name, "deleted": True, "success": True}, headers)
 
 
+TRAINERS_PATHS = ("/load_lora_adapter", "/skyrl/v1/load_lora_adapter")
+_REPLACES = "Load a LoRA adapter, in place of one of its name: for trainers"
 ENDPOINTS = [
     Endpoint("POST", "/v1/load_lora_adapter", load, "Load a LoRA adapter", LoadBody),
+    *(Endpoint("POST", path, load, _REPLACES, LoadBody, name=path.strip("/")) for path in TRAINERS_PATHS),
     Endpoint("POST", "/v1/unload_lora_adapter", unload, "Forget a LoRA adapter", UnloadBody),
+    Endpoint("POST", "/unload_lora_adapter", unload, "As `/v1/unload_lora_adapter`", UnloadBody, name="unload_lora"),
 ]
 
 

@@ -183,6 +183,39 @@ def test_adapters_outlive_the_engine_process_but_one_that_cannot_be_loaded_again
         assert served.post("/v1/unload_lora_adapter", lora_name=name)[0] == 200
 
 
+def test_a_request_ends_with_the_adapter_with_which_it_began(served: Served) -> None:
+    """A trainer loads each version under one name while requests run, and the engine may die meanwhile."""
+
+    def load(name: str) -> int:
+        return served.post("/load_lora_adapter", lora_name="step", lora_path=str(served.home / name))[0]
+
+    assert load("first") == 200
+    served.models["step"] = served.models["first"]
+    with ThreadPoolExecutor(2) as pool:
+        os.kill(pid := served.server.engine_pid(), signal.SIGSTOP)
+        early = pool.submit(served.check, "step", max_tokens=80)
+        while served.server.get("/load").json()["server_load"] != 1:
+            time.sleep(0.01)
+        loading = pool.submit(load, "third")
+        os.kill(pid, signal.SIGCONT)
+        assert loading.result(60) == 200
+        kill_engine(served)
+        early.result(60)
+    served.models["step"] = served.models["third"]
+    served.check("step")
+    assert served.models_served() == ["tiny", "first", "step"]
+    assert "step," not in served.server.get("/metrics").text
+    for _ in range(3):
+        assert load("first") == 200
+    served.models["step"] = served.models["first"]
+    served.check("step")
+    own = {"lora_name": "step", "lora_path": str(served.home / "third")}
+    assert served.post("/v1/load_lora_adapter", **own)[0] == 400
+    assert served.post("/v1/load_lora_adapter", **own, load_inplace=True)[0] == 200
+    assert served.post("/v1/unload_lora_adapter", lora_name="step")[0] == 200
+    assert served.post("/v1/completions", model="step", prompt=PROMPT)[0] == 404
+
+
 def test_an_adapter_that_does_not_fit_is_refused(served: Served, tmp_path: Path) -> None:
     for name in ("adapter_config.json", "adapter_model.safetensors"):
         (tmp_path / name).write_text("{}")
