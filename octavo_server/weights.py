@@ -256,7 +256,7 @@ async def destroy_weights_update_group(request: Request) -> Response:
 
 
 async def server_info(request: Request) -> Response:
-    """In the form of vLLM's, as far as trainers read it, and of SGLang's, as far as its router does."""
+    """In the form of vLLM's, as far as trainers read it, and of SGLang's, as far as they and its router do."""
     services = asked_services_of(request)
     backend, info = _backend(services.config.server), services.engine.info
     config = {
@@ -273,13 +273,16 @@ async def server_info(request: Request) -> Response:
         },
     }
     model = services.config.model
-    router = {
+    sglang = {
         "served_model_name": services.model_name,
         "model_path": model.model,
         "tokenizer_path": model.tokenizer or model.model,
         "tp_size": info.tensor_parallel_size,
+        "dtype": model.dtype,
+        "enable_memory_saver": services.config.server.enable_sleep_mode,
+        "enable_return_routed_experts": model.enable_return_routed_experts,
     }
-    return json_response({"vllm_config": config, **router, "weight_version": services.engine.weight_version}, {})
+    return json_response({"vllm_config": config, **sglang, "weight_version": services.engine.weight_version}, {})
 
 
 async def update_weights_from_disk(request: Request) -> Response:
@@ -359,7 +362,10 @@ ENDPOINTS = [
     Endpoint("POST", "/reset_prefix_cache", reset_prefix_cache, f"Empty the prefix cache{_NEEDS}"),
     Endpoint("POST", "/abort_requests", abort_requests, f"End all running requests, or those it names{_NEEDS}"),
     Endpoint("GET", "/get_world_size", weight_info, f"How many processes join a trainer's group{_NEEDS}"),
-    Endpoint("GET", "/weight_info", weight_info, f"The version of the weights{_NEEDS}"),
+    *(
+        Endpoint("GET", path, weight_info, f"The version of the weights{_NEEDS}", name=path.strip("/"))
+        for path in ("/weight_info", "/get_weight_version")
+    ),
     Endpoint(
         *("POST", "/weight_checker", weight_checker, f"Checksums of the weights, or what differs in them{_NEEDS}"),
         CheckBody,

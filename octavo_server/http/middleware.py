@@ -187,7 +187,9 @@ def _is_of(origin: str, host: str) -> bool:
     return bool(separator and host) and own.removesuffix(DEFAULT_PORTS.get(scheme, "/")) == host
 
 
-PROBE_PATHS = frozenset({"/health", "/ready", "/health_generate", "/metrics", "/load", "/ping", "/is_sleeping"})
+OPEN_PATHS = frozenset({"/health", "/ping", "/ready", "/health_generate", "/liveness"})
+"""Health probes have no key, and often use the address as the host name."""
+PROBE_PATHS = OPEN_PATHS | {"/metrics", "/load", "/v1/loads", "/is_sleeping"}
 """Paths that monitoring requests every few seconds; they are logged at level debug."""
 
 access_logger = logging.getLogger("octavo.access")
@@ -218,8 +220,6 @@ def log_access(scope: Scope, status: int, seconds: float, request_id: str) -> No
     )
 
 
-OPEN_PATHS = frozenset({"/health", "/ping", "/ready", "/health_generate"})
-"""Health probes have no key, and often use the address as the host name."""
 SINGLE_HEADERS = frozenset(
     (
         *(b"host", b"origin", b"sec-fetch-site", b"authorization", b"x-api-key", b"content-type", b"content-length"),

@@ -113,6 +113,14 @@ async def load(request: Request) -> Response:
     return json_response({"server_load": common_services_of(request).monitored.num_live}, {})
 
 
+async def loads(request: Request) -> Response:
+    """As ``load``, in SGLang's format: of all ranks and engines together."""
+    engine = asked_services_of(request).engine
+    live, running = engine.num_live, engine.stats.num_running
+    counts = {"num_running_reqs": running, "num_waiting_reqs": max(0, live - running), "num_total_reqs": live}
+    return json_response({"loads": [{"dp_rank": 0, **counts}]}, {})
+
+
 async def get_version(request: Request) -> Response:
     backend = common_services_of(request).config.model.backend
     return json_response({"version": version(), "backend": backend}, {})
@@ -124,6 +132,7 @@ COMMON_ENDPOINTS = [
     Endpoint("POST", "/ping", health, "As `/health`, for SageMaker", name="post_ping"),
     Endpoint("GET", "/ready", ready, "Whether a request sent now would be computed soon"),
     Endpoint("GET", "/health_generate", ready, "As `/ready`, for SGLang's routers", name="health_generate"),
+    Endpoint("GET", "/liveness", ready, "As `/ready`, for trainers", name="liveness"),
     Endpoint("GET", "/metrics", metrics, "Metrics for Prometheus"),
     Endpoint("GET", "/load", load, "How many requests are accepted and not yet ended"),
     Endpoint("GET", "/version", get_version, "The version of this server, and its backend"),
@@ -132,4 +141,5 @@ COMMON_ENDPOINTS = [
 ENDPOINTS = [
     *COMMON_ENDPOINTS,
     Endpoint("GET", "/stats", stats, "Gauges and counters as JSON"),
+    Endpoint("GET", "/v1/loads", loads, "As `/load`, in SGLang's form"),
 ]

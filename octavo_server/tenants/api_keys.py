@@ -36,7 +36,9 @@ SESSIONS_PATH = "/v1/sessions"
 SHARED_PATHS = frozenset(
     (
         *("/metrics", "/stats", "/stats/live", "/stats/pace", "/v1/kv_events", "/sleep", "/wake_up"),
-        *("/v1/load_lora_adapter", "/v1/unload_lora_adapter"),
+        *("/release_memory_occupation", "/resume_memory_occupation"),
+        *("/v1/load_lora_adapter", "/load_lora_adapter", "/skyrl/v1/load_lora_adapter"),
+        *("/v1/unload_lora_adapter", "/unload_lora_adapter"),
         *("/pause", "/resume", "/update_weights", "/reset_prefix_cache", "/abort_requests"),
         *("/init_weight_transfer_engine", "/start_weight_update", "/finish_weight_update"),
         *("/init_weights_update_group", "/update_weights_from_distributed", "/destroy_weights_update_group"),

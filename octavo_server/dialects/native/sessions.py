@@ -11,16 +11,19 @@ from starlette.responses import Response
 
 from octavo.telemetry.cache_view import SessionOrder, SessionReport
 from octavo_server.http.endpoint import Endpoint
+from octavo_server.http.error_responses import MissingParameter
 from octavo_server.http.response import json_response
 from octavo_server.services import server_of
 from octavo_server.tenants.api_keys import SESSIONS_PATH, caller_of
 
 
-async def _order(request: Request, action: Literal["list", "forget", "prefetch"]) -> dict[str, SessionReport]:
+async def _order(
+    request: Request, action: Literal["list", "forget", "prefetch"], name: str = ""
+) -> dict[str, SessionReport]:
     """What the engines of all models answer."""
     caller, models = caller_of(request), server_of(request).models
     owner = None if caller.sees_all and action == "list" else caller.name
-    order = SessionOrder(action, owner, request.path_params.get("session_id", ""))
+    order = SessionOrder(action, owner, name)
     reports = await asyncio.gather(*(each.engine.order_sessions(order) for each in models))
     return {each.model_name: report for each, report in zip(models, reports, strict=True)}
 
@@ -35,16 +38,19 @@ async def list_sessions(request: Request) -> Response:
 
 
 async def delete_session(request: Request) -> Response:
-    """Also of a session that is not known: there is nothing to keep then."""
-    await _order(request, "forget")
-    return json_response({"id": request.path_params["session_id"], "object": "session", "deleted": True}, {})
+    """Also of a session that is not known: there is nothing to keep then. Trainers name it in the query."""
+    name = request.path_params.get("session_id") or request.query_params.get("session_id", "")
+    if not name:
+        raise MissingParameter("session_id")
+    await _order(request, "forget", name)
+    return json_response({"id": name, "object": "session", "deleted": True}, {})
 
 
 async def prefetch_session(request: Request) -> Response:
     """A hint: of a session that is not known, nothing is read."""
-    reports = await _order(request, "prefetch")
-    is_taken = any(report.is_taken for report in reports.values())
     name = request.path_params["session_id"]
+    reports = await _order(request, "prefetch", name)
+    is_taken = any(report.is_taken for report in reports.values())
     return json_response({"id": name, "object": "session", "accepted": is_taken}, {})
 
 
@@ -57,4 +63,5 @@ ENDPOINTS = [
         "Bring what is on disk of a session to memory, for its next request",
     ),
     Endpoint("DELETE", SESSIONS_PATH + "/{session_id:path}", delete_session, "Free the cached prompts of a session"),
+    Endpoint("POST", "/finish_session", delete_session, "The same, for SkyRL's trainers", name="finish_session"),
 ]

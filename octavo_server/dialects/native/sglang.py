@@ -55,7 +55,7 @@ SAME = frozenset(
     }
 )
 REFUSED: dict[str, tuple[Any, ...]] = {
-    **dict.fromkeys(("image_data", "video_data", "audio_data", "input_embeds", "lora_path", "session_params"), ()),
+    **dict.fromkeys(("image_data", "video_data", "audio_data", "input_embeds", "session_params"), ()),
     **dict.fromkeys(("token_ids_logprob", "custom_logit_processor", "return_routed_experts"), ()),
     "return_hidden_states": (False,),
 }
@@ -73,6 +73,8 @@ class SglangFields(msgspec.Struct, kw_only=True):
     input_ids: list[int | list[int]] | None = None
     sampling_params: dict[str, Any] = {}
     rid: str | None = None
+    lora_path: str | None = None
+    """The name of an adapter that is loaded."""
     return_logprob: bool = False
     logprob_start_len: int = -1
     top_logprobs_num: int = 0
@@ -88,7 +90,7 @@ def submission(body: SglangFields, services: ModelServices, request: Request) ->
     if len(body.rid or "") > MAX_REQUEST_ID:
         raise InvalidParameter("rid", f"'rid' must have at most {MAX_REQUEST_ID} characters.")
     # Without the prompt, which was decoded already, and may be megabytes.
-    fields: dict[str, Any] = {"prompt": [], "timeout": body.timeout}
+    fields: dict[str, Any] = {"prompt": [], "timeout": body.timeout, "model": body.lora_path}
     given = {name: value for name, value in body.sampling_params.items() if value not in (None, "", {})}
     for name, value in (DEFAULTS | given).items():
         if name in NAMES or name in SAME:
@@ -99,7 +101,7 @@ def submission(body: SglangFields, services: ModelServices, request: Request) ->
         fields["logprobs"] = body.top_logprobs_num
         if body.logprob_start_len >= 0:
             fields["prompt_logprobs"] = body.top_logprobs_num
-    names = FieldNames({**_OWN_NAMES, "prompt": "input_ids" if body.text is None else "text"})
+    names = FieldNames({**_OWN_NAMES, "model": "lora_path", "prompt": "input_ids" if body.text is None else "text"})
     with names.in_errors():
         completion, _ = completion_decoder.read(encode(fields), services.engine.info.max_model_len)
         prompt: Any = body.input_ids if body.text is None else body.text
