@@ -30,7 +30,9 @@ LINE = 64
 ABORT, FLAGS = 0, LINE
 SLOT_BYTES = 1 << 20
 """A step of a few tokens takes one round; a long prompt, one for each megabyte."""
-YIELDS = 50_000
+YIELDS = 50
+"""Before a rank looks whether others are gone: where the processor has other work, each may last for milliseconds."""
+LOOKS = 1000
 """Before a rank sleeps: 15 ms and more, longer than ranks are apart when all of them run."""
 SUM, GATHER, ROWS = 1, 2, 3
 ABORTED, MISMATCH = 1, 2
@@ -64,10 +66,12 @@ def _meet(region: int, rank: int, size: int, phase: int, stride: int, kind: int,
     for r in range(size):
         flag = region + FLAGS + r * LINE
         found = atomic_load(flag)
+        looks = 0
         while found < number:
             if atomic_load(region + ABORT) != 0:
                 return ABORTED
-            wait_while(flag, found, YIELDS, 1, nap)
+            looks += 1
+            wait_while(flag, found, YIELDS, 1 if looks % LOOKS == 0 else 0, nap)
             found = atomic_load(flag)
         head = view(phase + r * stride, 2, np.int64)
         if head[0] != kind or head[1] != count:

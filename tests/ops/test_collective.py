@@ -5,6 +5,8 @@ from __future__ import annotations
 import mmap
 import os
 import random
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -133,6 +135,30 @@ def test_an_abort_ends_the_wait_for_a_rank_that_does_not_come() -> None:
 
     waiting, _ = together(2, work)
     assert isinstance(waiting, RanksLost)
+
+
+def test_an_abort_is_seen_while_other_work_has_the_processor() -> None:
+    """There a rank that yields does not run again for milliseconds."""
+    [cpu, *_] = os.sched_getaffinity(0)
+    together(2, lambda c: c.all_gather(torch.ones(3)))  # compiled before
+
+    def work(c: SharedCollective) -> float:
+        if c.rank:
+            time.sleep(0.2)
+            c.abort()
+            return time.monotonic()
+        os.sched_setaffinity(0, {cpu})
+        with pytest.raises(RanksLost):
+            c.all_gather(torch.ones(3))
+        return time.monotonic()
+
+    busy = subprocess.Popen([sys.executable, "-c", f"import os; os.sched_setaffinity(0, {{{cpu}}})\nwhile True: pass"])
+    try:
+        seen, aborted = together(2, work)
+    finally:
+        busy.kill()
+        busy.wait()
+    assert seen - aborted < 10
 
 
 def test_one_rank_adds_nothing() -> None:
