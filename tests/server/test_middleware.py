@@ -78,7 +78,8 @@ def test_every_route_but_the_probes_and_the_pages_asks_for_the_key(serve_app: An
         for method, path in routes
         if served.client.request(method, re.sub("{[^}]*}", "x", path)).status_code != 401
     ]
-    opened = ("/health", "/ping", "/ready", "/health_generate", "/", "/docs", "/console/{name:path}")
+    probes = ("/health", "/ping", "/ready", "/health_generate", "/liveness")
+    opened = (*probes, "/", "/docs", "/console/{name:path}")
     assert set(is_open) == {(method, path) for method in ("GET", "HEAD") for path in opened} | {("POST", "/ping")}
     assert served.engine.requests == []
 
