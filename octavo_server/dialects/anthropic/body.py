@@ -12,6 +12,7 @@ import msgspec
 
 from octavo.errors import InvalidParameter
 from octavo.sampling_params import MAX_TOKEN_ID
+from octavo.text.reasoning_effort import SWITCHES, thinking_switch
 from octavo_server.dialects.anthropic.content_blocks import chat_messages, system_text
 from octavo_server.dialects.chat_reply import FieldNames, Translated
 from octavo_server.dialects.history import LeftOut
@@ -169,7 +170,7 @@ def _retention(body: MessageBody) -> str | None:
 def wants_thinking(body: Counted) -> bool:
     """Whether the response includes reasoning."""
     if body.thinking is None:
-        return body.chat_template_kwargs.get("enable_thinking") is True
+        return any(body.chat_template_kwargs.get(name) is True for name in SWITCHES)
     return bool(body.thinking.get("type") != "disabled")
 
 
@@ -178,9 +179,7 @@ def _thinking(thinking: dict[str, Any] | None, services: ModelServices) -> dict[
     kind = "disabled" if thinking is None else thinking.get("type")
     if kind not in ("enabled", "adaptive", "disabled"):
         raise InvalidParameter("thinking", "'thinking.type' must be 'enabled', 'adaptive' or 'disabled'.")
-    if "enable_thinking" in (services.chat_template.source or ""):
-        return {"enable_thinking": kind != "disabled"}
-    return {}
+    return thinking_switch(kind != "disabled", services.chat_template.source or "")
 
 
 def _budget(thinking: dict[str, Any] | None) -> int | None:

@@ -11,6 +11,7 @@ import msgspec
 
 from octavo.errors import InvalidParameter
 from octavo.sampling_params import OPTIONS
+from octavo.text.reasoning_effort import EFFORTS, thinking_switch
 from octavo_server.dialects.openai.chat_body import ChatBody, effort, passed_over
 from octavo_server.dialects.openai.common_fields import NO_LIMIT
 from octavo_server.http.error_responses import UnsupportedParameter
@@ -164,13 +165,12 @@ def _thinking(think: bool | str | None, services: ModelServices) -> dict[str, An
         return {}
     if think is not False and not services.message_format.can_reason:
         raise InvalidParameter("think", "This model does not support thinking.")
-    if isinstance(think, str):
-        if effort(think, services) is None:
-            raise UnsupportedParameter("think", "This model has no degrees of thinking; 'think' must be true or false.")
-        return {"reasoning_effort": think}
-    if "enable_thinking" in (services.chat_template.source or ""):
-        return {"chat_template_kwargs": {"enable_thinking": think}}
-    return {}
+    if think is True:
+        return {"chat_template_kwargs": thinking_switch(True, services.chat_template.source or "")}
+    requested = think or "none"
+    if effort(requested, services) is None:
+        raise InvalidParameter("think", f"'think' must be true, false or one of {', '.join(EFFORTS)}.")
+    return {"reasoning_effort": requested}
 
 
 def with_images(content: Any, images: Any, where: str, services: ModelServices) -> Any:

@@ -15,6 +15,7 @@ from octavo.errors import InvalidParameter
 from octavo.sampling_params import DEFAULTS, OPTIONS
 from octavo.text.chat_messages import ImageMarks, normalise_messages
 from octavo.text.conversation import Conversation
+from octavo.text.reasoning_effort import Effort, effort_of
 from octavo_server.admission import ClientRequest
 from octavo_server.dialects.batches.files import file_reader
 from octavo_server.dialects.openai import common_fields, kv_transfer
@@ -161,7 +162,8 @@ def check_roles(messages: list[dict[str, Any]]) -> None:
 
 def prompt_of(body: ChatBody, services: ModelServices, tools: ToolUse | None) -> Conversation:
     """The conversation of a body, which renders its prompt. Raises ``InvalidParameter``."""
-    variables = {**(effort(body.reasoning_effort, services) or {}), **_documents(body, services)}
+    asked = effort(body.reasoning_effort, services)
+    variables = {**({} if asked is None else asked.variables), **_documents(body, services)}
     return conversation(body.messages, body, services, tools, **variables)
 
 
@@ -170,6 +172,9 @@ def client_request(body: ChatBody, services: ModelServices, request: Request, to
     check_generation_fields(body, services)
     field, grammar = _grammar(body, services, tools)
     max_tokens, prompt = _max_tokens(body), prompt_of(body, services, tools)
+    asked = effort(body.reasoning_effort, services)
+    if asked is not None and asked.budget is not None:
+        body.sampling = {"thinking_token_budget": asked.budget, **body.sampling}
     return ClientRequest(
         **scheduling_fields(body, services, request),
         prompts=[prompt],
@@ -203,16 +208,11 @@ def _grammar(body: ChatBody, services: ModelServices, tools: ToolUse | None) -> 
     return field, lambda prompt: format.grammar(expected, prompt, body.continue_final_message)
 
 
-def effort(requested: str | None, services: ModelServices) -> dict[str, Any] | None:
-    """Template variables for a reasoning effort; ``None`` if the model has no such variable."""
-    template, format = services.chat_template.source or "", services.message_format
+def effort(requested: str | None, services: ModelServices) -> Effort | None:
+    """What a reasoning effort comes to; ``None`` if it has no meaning for the model."""
     if requested is None:
-        return {}
-    if "reasoning_effort" in template:
-        return {"reasoning_effort": requested}
-    if requested == "none" and "enable_thinking" in template:
-        return {"enable_thinking": False}
-    return {} if requested == "none" and not format.can_reason else None
+        return Effort({})
+    return effort_of(requested, services.chat_template.source or "", services.message_format.can_reason)
 
 
 def without_effect(body: ChatBody, services: ModelServices) -> list[str]:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from octavo.text.reasoning_effort import BUDGETS
 from tests.server.conftest import Served
 from tests.server.in_process import MAX_MODEL_LEN, byte_tokenizer
 
@@ -101,9 +102,58 @@ def test_no_effort_is_no_thinking_where_the_template_can_say_so(serve_app: Any) 
     answer = can.chat(reasoning_effort="none")
     assert HEADER not in answer.headers
     assert bytes(can.engine.requests[-1].prompt_tokens).endswith(b"HiTrue")
-    assert can.chat(reasoning_effort="high").headers[HEADER] == "reasoning_effort"
+    assert can.engine.requests[-1].thinking is None
     cannot = serve_app(tokenizer=byte_tokenizer(THINKS))
-    assert cannot.chat(reasoning_effort="none").headers[HEADER] == "reasoning_effort"
+    assert HEADER not in cannot.chat(reasoning_effort="none").headers
+    assert cannot.engine.requests[-1].thinking.num_tokens == 0
+
+
+EFFORTS: list[tuple[str, dict[str, Any]]] = [
+    ("/v1/chat/completions", {"messages": MESSAGES, "reasoning_effort": "low"}),
+    ("/v1/responses", {"input": "Hi", "reasoning": {"effort": "low"}}),
+    (
+        "/v1/messages",
+        {"messages": MESSAGES, "max_tokens": 9, "thinking": {"type": "adaptive"}, "output_config": {"effort": "low"}},
+    ),
+    ("/api/chat", {"model": "test", "messages": MESSAGES, "think": "low"}),
+    ("/api/generate", {"model": "test", "prompt": "Hi", "think": "low"}),
+]
+SHOWN = "{% if enable_thinking is defined %}{{ enable_thinking }}{% endif %}"
+LEVEL = "{% if reasoning_effort is defined %}{{ reasoning_effort }}{% endif %}"
+
+
+@pytest.mark.parametrize(("path", "body"), EFFORTS)
+def test_an_effort_is_what_the_template_reads_or_a_bound(serve_app: Any, path: str, body: dict[str, Any]) -> None:
+    for template, shown, budget in (
+        (THINKS + SHOWN, "True", BUDGETS["low"]),
+        (THINKS, "", BUDGETS["low"]),
+        (THINKS + LEVEL, "low", None),
+    ):
+        served = serve_app(tokenizer=byte_tokenizer(template))
+        answer = served.client.post(path, json=body)
+        assert (answer.status_code, answer.headers.get(HEADER)) == (200, None), answer.text
+        request = served.engine.requests[-1]
+        assert bytes(request.prompt_tokens).decode() == "<think></think>Hi" + shown
+        assert (request.thinking and request.thinking.num_tokens) == budget
+
+
+def test_a_bound_of_its_own_comes_before_that_of_an_effort(serve_app: Any) -> None:
+    served = serve_app(tokenizer=byte_tokenizer(THINKS + SHOWN))
+    served.chat(reasoning_effort="low", thinking_token_budget=7)
+    assert served.engine.requests[-1].thinking.num_tokens == 7
+
+
+def test_thinking_is_turned_on_and_off_by_whatever_a_template_reads(serve_app: Any) -> None:
+    served = serve_app(tokenizer=byte_tokenizer(THINKS + "{% if not thinking is defined %}-{% endif %}{{ thinking }}"))
+    for path, body, shown in (
+        ("/v1/messages", {"max_tokens": 9, "thinking": {"type": "enabled"}}, "True"),
+        ("/v1/messages", {"max_tokens": 9}, "False"),
+        ("/api/chat", {"model": "test", "think": True}, "True"),
+        ("/api/chat", {"model": "test", "think": False}, "False"),
+        ("/api/chat", {"model": "test"}, "-"),
+    ):
+        assert served.client.post(path, json={"messages": MESSAGES, **body}).status_code == 200
+        assert bytes(served.engine.requests[-1].prompt_tokens).decode() == "<think></think>Hi" + shown
 
 
 def test_a_grammar_of_a_completion_has_no_reasoning_to_bound(serve_app: Any) -> None:
