@@ -150,6 +150,12 @@ class ModelSettings(ParallelSettings):
         "serves; or full, that all kernels are measured and compiled and all graphs captured",
         (QUICK, FULL),
     )
+    kernel_cache: str | None = setting(
+        None,
+        "file of compiled kernels and measurements that octavo tune --export wrote; it is code, so it must be trusted. "
+        "What it has for this GPU and these versions is not compiled again; default: a file that is installed for the "
+        "GPU, if any",
+    )
     max_model_len: int | None = setting(
         None, "maximum context length in tokens; default: the model's own, or what fits into memory", low=1
     )

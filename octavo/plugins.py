@@ -44,6 +44,7 @@ OWN: Mapping[str, Mapping[str, str]] = {
         "debug": "octavo_fleet.cli.debug",
         "bench": "octavo_bench.cli.bench",
         "demo": "octavo_bench.cli.demo",
+        "tune": "octavo_bench.cli.tune",
     },
     KERNELS: {CPU: "octavo_kernels.cpu.backend:BACKEND", GPU: "octavo_kernels.triton.backend:BACKEND"},
     COMPILERS: {"triton": "octavo_kernels.triton.compiler_process"},

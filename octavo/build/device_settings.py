@@ -47,7 +47,7 @@ def prepared_device(settings: ModelSettings) -> torch.device:
         if settings.ranks_per_node > 1:  # ranks that load weights at once would wait for each other's threads
             torch.set_num_threads(num_threads)
         release_unused(device)
-        backend_of(device.type).start_loading()
+        backend_of(device.type).start_loading(settings.kernel_cache)
     return device
 
 

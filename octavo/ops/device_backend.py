@@ -152,8 +152,9 @@ class DeviceBackend:
     def load_kernels(self) -> None:
         """Import the kernels, which register themselves with their ops."""
 
-    def start_loading(self) -> None:
-        """Import the kernels and prepare their compiler in the background, while weights are loaded."""
+    def start_loading(self, kernel_cache: str | None = None) -> None:
+        """Import the kernels and prepare their compiler in the background, while weights are loaded. Those of a file of
+        ``pack_kernels``, this one or the shipped one, need not be compiled."""
 
     def compiling_in_background(self, kv_dtype: torch.dtype) -> AbstractContextManager[None]:
         """While the block runs, compile the slowest kernels for a KV cache of this type elsewhere."""
@@ -173,6 +174,10 @@ class DeviceBackend:
     def describe(self) -> Iterator[tuple[str, str]]:
         """What ``octavo doctor`` shows of the device: names and values."""
         yield from ()
+
+    def pack_kernels(self, path: Path, device: torch.device) -> int:
+        """Write all kernels that were compiled, and what was measured, to a file; returns how many files are in it."""
+        return 0
 
     def compiled_kernels(self) -> Path | None:
         """The folder where compiled kernels of this version are kept; next to it, those of other versions."""

@@ -18,12 +18,15 @@ import torch
 from octavo.ops.collective import Collective
 from octavo.ops.device_backend import DeviceBackend, Tuner
 from octavo.plugins import GPU
+from octavo.system.kernel_archive import KernelFiles, shipped
 from octavo.system.kernel_compiler import preparation, start_compilers
 from octavo_kernels.registration import decline_all, import_all
 
 
 class TritonBackend(DeviceBackend):
     """See ``DeviceBackend``."""
+
+    _loading: threading.Thread | None = None
 
     @functools.cached_property
     def _absence(self) -> str | None:
@@ -39,10 +42,37 @@ class TritonBackend(DeviceBackend):
             return
         import_all("octavo_kernels.triton")
 
-    def start_loading(self) -> None:
+    def start_loading(self, kernel_cache: str | None = None) -> None:
         start_compilers()
         preparation()
-        threading.Thread(target=self.load_kernels, name="load kernels", daemon=True).start()
+        device = torch.device(GPU, torch.cuda.current_device())  # another thread has another one
+        self._loading = threading.Thread(target=self._load, args=(device, kernel_cache), name="load kernels")
+        self._loading.daemon = True
+        self._loading.start()
+
+    def _load(self, device: torch.device, kernel_cache: str | None) -> None:
+        path = kernel_cache or shipped(torch.cuda.get_device_name(device))
+        if self._absence is None and path is not None:
+            self._files(device).take(Path(path).expanduser())
+        self.load_kernels()
+
+    def _loaded(self) -> None:
+        if self._loading is not None:
+            self._loading.join()
+
+    def _files(self, device: torch.device) -> KernelFiles:
+        from triton import knobs
+        from triton.runtime.cache import FileCacheManager
+
+        measured = self.measurements(device)
+        key = {name: importlib.import_module(name).__version__ for name in ("octavo", "torch", "triton")}
+        key["GPU"] = torch.cuda.get_device_name(device)
+        key["compute capability"] = ".".join(map(str, torch.cuda.get_device_capability(device)))
+        key["measured kernels"] = measured.stem[-8:]
+        return KernelFiles(key, Path(knobs.cache.dir), FileCacheManager, measured)
+
+    def pack_kernels(self, path: Path, device: torch.device) -> int:
+        return self._files(device).pack(path)
 
     def launched_early(self) -> AbstractContextManager[None]:
         """By programmatic dependent launch."""
@@ -61,6 +91,7 @@ class TritonBackend(DeviceBackend):
         return no_grid_barriers()
 
     def compiled_only(self, num_threads: int | None = None) -> AbstractContextManager[None]:
+        self._loaded()
         from octavo_kernels.triton.launch import compiling
 
         return compiling(num_threads)
@@ -69,6 +100,7 @@ class TritonBackend(DeviceBackend):
         from octavo_kernels.triton.tuning.product_calls import collecting
         from octavo_kernels.triton.tuning.product_tuning import ProductTuner, uses_of
 
+        self._loaded()
         with collecting() as calls:
             run()
         return ProductTuner(uses_of(calls), device)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,7 @@ import torch
 import octavo.build.build_engine
 import octavo.build.device_settings
 from octavo.cli import EXIT_ERROR, main
-from octavo.config import EngineConfig
+from octavo.config import FULL, EngineConfig, ModelSettings
 from octavo.engine.runner.kernel_tuning import TuningPlan
 
 
@@ -53,6 +55,30 @@ def test_it_measures_everything_without_a_limit(plans: list[TuningPlan], capsys:
     assert "64x96, 16 rows" in said
     assert "kernels for NVIDIA Test are in " in said
     assert "NVIDIA_Test-1.2-triton" in said.replace("\n", "")
+
+
+def test_what_it_compiled_can_be_written_to_a_file_and_added_to(
+    plans: list[TuningPlan], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, models, build = tmp_path / "kernels.zip", list[ModelSettings](), octavo.build.build_engine.build_engine
+
+    def build_engine(config: EngineConfig, tuning: TuningPlan) -> Any:
+        models.append(config.model)
+        folder = Path(os.environ["TRITON_CACHE_DIR"]) / (52 * "A")
+        folder.mkdir()
+        (folder / "kernel.cubin").write_text("code")
+        return build(config, tuning=tuning)
+
+    monkeypatch.setattr(octavo.build.build_engine, "build_engine", build_engine)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "of other programs"))
+    for _ in range(2):
+        assert main(["tune", "some/model", "--export", str(path)]) == 0
+    assert [(model.warmup, model.kernel_cache) for model in models] == [(FULL, None), (FULL, str(path))]
+    assert zipfile.ZipFile(path).namelist() == ["key.json", "measured.json", f"cache/{52 * 'A'}/kernel.cubin"]
+    assert f"1 files of compiled kernels are in {path}" in capsys.readouterr().err.replace("\n", "")
+    assert main(["tune", "some/model", "--export", str(tmp_path / "no" / "kernels.zip")]) == EXIT_ERROR
+    assert "there is no folder" in capsys.readouterr().err
 
 
 def test_batch_invariance_has_nothing_to_tune(plans: list[TuningPlan], capsys: pytest.CaptureFixture[str]) -> None:

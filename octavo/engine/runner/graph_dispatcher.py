@@ -225,7 +225,7 @@ class GraphDispatcher:
         if not is_full:
             self._start_thread(_prepare_the_rest, runner)
             return
-        for shape in self.compile_the_rest(runner, num_threads=0):
+        for shape in self.compile_the_rest(runner, 0):
             if shape not in self._captured:
                 self._capture(runner, shape).wait()
         seconds = time.perf_counter() - compiled
@@ -269,15 +269,8 @@ class GraphDispatcher:
         return runner.capture(shape)
 
     def compile_the_rest(self, runner: StepRunner, num_threads: int = BACKGROUND_COMPILE_THREADS) -> list[StepShape]:
-        """Compile the kernels of all other shapes while steps run; returns the shapes whose graphs to capture next.
-
-        ``num_threads``: see ``Compile``.
-        """
-        extra, few, shapes = (
-            first_extra_shapes(self._limits),
-            next_shapes(self._limits),
-            graph_shapes(self._limits),
-        )
+        """Compile the kernels of all other shapes, by so many threads; returns the shapes whose graphs to capture."""
+        extra, few, shapes = (shapes_of(self._limits) for shapes_of in (first_extra_shapes, next_shapes, graph_shapes))
         started = time.perf_counter()
         try:
             runner.send(Compile(extra, in_background=True)).wait()
