@@ -20,13 +20,7 @@ from octavo.errors import ConfigError, OctavoError, RanksLost
 from octavo.runtime.ranks.node_link import START_LOOK_SECONDS, NodeLink, NodeLost, Order, StartNode, join
 from octavo.runtime.ranks.rank_group import RankGroup
 from octavo.runtime.ranks.rank_processes import RankProcesses
-from octavo.runtime.ranks.start_messages import (
-    RankFailed,
-    RankLayout,
-    RankLoaded,
-    RankReady,
-    RankSettled,
-)
+from octavo.runtime.ranks.start_messages import RankFailed, RankLayout, RankLoaded, RankReady, RankSettled
 from octavo.system.channel import ChannelError, RefusedError
 from octavo.system.process_exit import num_oom_kills
 from octavo.weights.hub import resolve_model

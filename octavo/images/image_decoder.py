@@ -163,10 +163,7 @@ def _of_container(data: bytes, format: str, choose: Choose) -> Iterator[Image.Im
         import av  # only here: most servers get no videos
     except ImportError:
         raise ImageRefused(NEEDS_PYAV) from None
-    with (
-        _refused("is damaged and cannot be decoded"),
-        av.open(io.BytesIO(data), format=format) as container,
-    ):
+    with _refused("is damaged and cannot be decoded"), av.open(io.BytesIO(data), format=format) as container:
         yield from _decoded(container, choose)
 
 

@@ -52,11 +52,7 @@ class Checkpoint(Protocol):
 
 
 def open_checkpoint(
-    path: Path,
-    load_format: str = "auto",
-    seed: int = 0,
-    device: str = "cpu",
-    config_folder: str | None = None,
+    path: Path, load_format: str = "auto", seed: int = 0, device: str = "cpu", config_folder: str | None = None
 ) -> Checkpoint:
     """Open a folder with ``config.json`` and safetensors files, or a GGUF file, of which ``path`` may be a part.
 

@@ -29,16 +29,7 @@ from octavo.config import ModelSettings
 from octavo.errors import OctavoError, RanksLost
 from octavo.ops.device_backend import Check, RankMemory, Way
 from octavo.runtime.ranks.start_messages import RankFailed, RankLoaded, RankReady, RankSettled
-from octavo.system.channel import (
-    Channel,
-    ChannelError,
-    Credentials,
-    accepted,
-    client_tls,
-    connect,
-    listen,
-    server_tls,
-)
+from octavo.system.channel import Channel, ChannelError, Credentials, accepted, client_tls, connect, listen, server_tls
 
 PROTOCOL = 1
 ALIVE_SECONDS = 1.0

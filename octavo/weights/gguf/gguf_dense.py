@@ -210,11 +210,7 @@ BLOOM_OUTER = {
     "output": "lm_head",
 }
 NEOX = {name: own.replace("self_attention", "attention") for name, own in BLOOM.items()}
-NEOX_OUTER = {
-    "token_embd": "gpt_neox.embed_in",
-    "output_norm": "gpt_neox.final_layer_norm",
-    "output": "embed_out",
-}
+NEOX_OUTER = {"token_embd": "gpt_neox.embed_in", "output_norm": "gpt_neox.final_layer_norm", "output": "embed_out"}
 
 
 def _read_old(data: Metadata, config: Config, eps: str = "layer_norm_eps") -> None:

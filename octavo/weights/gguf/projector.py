@@ -341,11 +341,7 @@ def _qwen25(data: Metadata) -> dict[str, Any]:
     every, layers = data.count("vision.n_wa_pattern", 8), data.count("vision.block_count")
     given = data.get("vision.wa_layer_indexes")
     full = list(range(every - 1, layers, every)) if given is None else [int(index) for index in given]
-    return {
-        **_qwen_sizes(data),
-        "fullatt_block_indexes": full,
-        "window_size": data.count("vision.window_size", 112),
-    }
+    return {**_qwen_sizes(data), "fullatt_block_indexes": full, "window_size": data.count("vision.window_size", 112)}
 
 
 def _glm4v(data: Metadata) -> dict[str, Any]:
@@ -379,12 +375,7 @@ KINDS = {
         "Gemma3ForConditionalGeneration", ("Gemma3ForCausalLM",), GEMMA3, _gemma3, ("<image_soft_token>",)
     ),
     "gemma4v": ProjectorKind(
-        "Gemma4ForConditionalGeneration",
-        ("Gemma4ForCausalLM",),
-        GEMMA4,
-        _gemma4,
-        ("<|image|>",),
-        has_colours_last=True,
+        "Gemma4ForConditionalGeneration", ("Gemma4ForCausalLM",), GEMMA4, _gemma4, ("<|image|>",), has_colours_last=True
     ),
     "gemma4uv": ProjectorKind(
         "Gemma4UnifiedForConditionalGeneration",

@@ -20,11 +20,7 @@ from octavo.weights.gguf.gguf_rope import FACTOR_TENSORS
 
 Config = dict[str, Any]
 
-OUTER = {
-    "token_embd": "model.embed_tokens",
-    "output_norm": "model.norm",
-    "output": "lm_head",
-}
+OUTER = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 ATTENTION = {
     "attn_norm": "input_layernorm",
     "attn_q": "self_attn.q_proj",
