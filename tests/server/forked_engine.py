@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import itertools
 import os
 import signal
 import socket
@@ -16,7 +17,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any, NoReturn
 
@@ -34,16 +35,16 @@ def forked(module: str = "fake_engine") -> list[str]:
 
 
 class ForkedProcess:
-    """What ``EngineLink`` needs of ``subprocess.Popen``."""
+    """What ``EngineLink`` and ``RankProcesses`` need of ``subprocess.Popen``."""
 
-    def __init__(self, module: str, fd: int, environment: Mapping[str, str]) -> None:
-        build = importlib.import_module(f"tests.server.{module}").build
+    def __init__(self, main: Callable[[], NoReturn], arguments: Sequence[str], fds: Sequence[int]) -> None:
+        """Run ``main`` with these arguments and no other files."""
         sys.stdout.flush()
         sys.stderr.flush()
         self._status: int | None = None
         self.pid = os.fork()
         if self.pid == 0:
-            _run(build, fd, environment)
+            _run(main, arguments, fds)
 
     def poll(self) -> int | None:
         if self._status is None:
@@ -67,21 +68,30 @@ class ForkedProcess:
         return status
 
 
-def _run(build: engine_process.Build, fd: int, environment: Mapping[str, str]) -> NoReturn:
+def _run(main: Callable[[], NoReturn], arguments: Sequence[str], fds: Sequence[int]) -> NoReturn:
     """Be as a process that was started anew: without files and signals of this one."""
     try:
-        os.setpgid(0, 0)
         signal.set_wakeup_fd(-1)
-        os.closerange(3, fd)
-        os.closerange(fd + 1, os.sysconf("SC_OPEN_MAX"))
+        for first, last in itertools.pairwise([2, *sorted(fds), os.sysconf("SC_OPEN_MAX")]):
+            os.closerange(first + 1, last)
         sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w")
-        os.environ.update(environment)
-        sys.argv = ["engine_process", str(fd)]
-        engine_process.main(build)
+        sys.argv = ["forked", *arguments]
+        main()
     except BaseException:
         traceback.print_exc()
     finally:
         os._exit(1)
+
+
+def _fork_engine(module: str, fd: str, environment: Mapping[str, str]) -> ForkedProcess:
+    build = importlib.import_module(f"tests.server.{module}").build
+
+    def main() -> NoReturn:
+        os.setpgid(0, 0)
+        os.environ.update(environment)
+        engine_process.main(build)
+
+    return ForkedProcess(main, [fd], [int(fd)])
 
 
 class ThreadedEngine:
@@ -118,7 +128,7 @@ class ThreadedEngine:
 
 def _start(argv: Sequence[str], **options: Any) -> Any:
     if argv[0] == FORKED:
-        return ForkedProcess(argv[1], int(argv[2]), options["env"])
+        return _fork_engine(argv[1], argv[2], options["env"])
     if argv[0] == THREADED[0]:
         return ThreadedEngine(int(argv[1]))
     return subprocess.Popen(argv, **options)

@@ -1,7 +1,4 @@
-"""The processes of a tensor-parallel engine killed and stopped at random moments: no stream changes, nothing is left.
-
-``OCTAVO_RANK_KILLS=50`` makes it a long run, of about ten seconds a kill on two free cores.
-"""
+"""The processes of an engine's ranks killed and stopped at random moments: no stream changes, nothing is left."""
 
 from __future__ import annotations
 
@@ -13,8 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,26 +18,14 @@ import psutil
 import pytest
 
 from octavo.build.build_engine import build_engine
-from octavo.config import ServeConfig
 from octavo.errors import ConfigError
-from octavo.sampling_params import SamplingParams
-from octavo.types import Request
-from octavo_server.engines.async_engine import AsyncEngine
 from tests.llm.tiny import write_checkpoint
 from tests.ops.cpu_cases import needs_float_kernels
-from tests.server.child_engine import Recorder, until
-from tests.tiers import nightly_after
+from tests.server.child_engine import until
+from tests.server.rank_attacks import SECONDS, are_gone, finish, make_config, processes, running, send
 
-NUM_KILLS = int(os.environ.get("OCTAVO_RANK_KILLS", "2"))
-NUM_STREAMS = 8
-MAX_TOKENS = 40
-SECONDS = 180.0
-ATTACKS = [
-    *((1, signal.SIGKILL), (0, signal.SIGSTOP), (0, signal.SIGKILL)),
-    *((1, signal.SIGSTOP), (1, signal.SIGKILL)),
-]
-"""Ranks, of which 0 is the engine process, and what happens to them."""
-
+ROOT = Path(__file__).parents[2]
+EXPERTS, CONTEXTS, SEQUENCES = "enable_expert_parallel", "decode_context_parallel_size", "enable_dp_attention"
 MIXTURE = {
     "architectures": ["MixtralForCausalLM"],
     "model_type": "mixtral",
@@ -50,14 +34,7 @@ MIXTURE = {
     "num_key_value_heads": 1,
 }
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(200 + 60 * NUM_KILLS), needs_float_kernels]
-
-
-def make_config(folder: Path, size: int = 2, **settings: Any) -> ServeConfig:
-    """A tiny random model on ranks; one that hangs is found out in a few seconds."""
-    sizes = {"num_kv_blocks": 400, "block_size": 16, "max_num_batched_tokens": 64, "engine_timeout": 8.0}
-    model = {"model": str(folder), "load_format": "dummy", "device": "cpu", "tensor_parallel_size": size}
-    return ServeConfig.from_flat({**sizes, **model, **settings})
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400), needs_float_kernels]
 
 
 def rewrite(folder: Path, changes: dict[str, Any]) -> None:
@@ -66,115 +43,47 @@ def rewrite(folder: Path, changes: dict[str, Any]) -> None:
     path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
 
 
-@asynccontextmanager
-async def running(config: ServeConfig) -> AsyncIterator[AsyncEngine]:
-    engine = AsyncEngine(config)
-    await engine.start()
-    try:
-        yield engine
-    finally:
-        pids = processes(engine)
-        await engine.stop(5)
-        assert await are_gone(pids)
+Case = tuple[str, dict[str, Any], list[tuple[int, str]]]
 
 
-def processes(engine: AsyncEngine) -> list[int]:
-    """The engine process and its ranks, in their order."""
-    assert engine.pid is not None
-    try:
-        children = psutil.Process(engine.pid).children()
-    except psutil.NoSuchProcess:
-        return [engine.pid]
-    return [engine.pid, *sorted(child.pid for child in children if "octavo.rank_process" in child.cmdline())]
+def case(folder: Path, size: int, attacks: list[tuple[int, str]], **settings: Any) -> Case:
+    """A case of ``rank_attacks``, with a model that so many ranks divide."""
+    home = folder / "-".join([str(size), *settings])
+    write_checkpoint(home)
+    heads = {"num_attention_heads": 2 * size, "hidden_size": 16 * size, "intermediate_size": 96}
+    rewrite(home, {**heads, **(MIXTURE if EXPERTS in settings else {})})
+    return str(home), {"size": size, **settings}, attacks
 
 
-def shared_memory() -> set[str]:
-    """What has a name there, but for the semaphores that other processes of this machine make with multiprocessing."""
-    return {name for name in os.listdir("/dev/shm") if not name.startswith("sem.mp-")}
+def run(cases: Sequence[Case]) -> None:
+    command = [sys.executable, "-m", "tests.server.rank_attacks", json.dumps(cases)]
+    subprocess.run(command, check=True, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"})
 
 
-async def are_gone(pids: list[int]) -> bool:
-    async with asyncio.timeout(10):
-        while any(psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE for pid in pids):
-            await asyncio.sleep(0.02)
-    return True
+def test_ranks_that_are_killed_or_stopped_lose_and_change_nothing(tmp_path: Path) -> None:
+    """Some of the attacks of the test after this one, in one process."""
+    tensor = case(tmp_path, 3, [(2, "SIGKILL"), (1, "SIGSTOP")])
+    experts = case(tmp_path, 4, [(3, "SIGSTOP")], **{EXPERTS: True})
+    contexts = case(tmp_path, 2, [(1, "SIGKILL"), (0, "SIGSTOP")], **{CONTEXTS: 2})
+    run([tensor, experts, contexts])
 
 
-def send(engine: AsyncEngine, number: int, max_tokens: int = MAX_TOKENS) -> Recorder:
-    kinds: list[dict[str, Any]] = [{"temperature": 0}, {"temperature": 0.9, "top_p": 0.95}, {"frequency_penalty": 0.5}]
-    params = SamplingParams(**kinds[number % 3], seed=number, ignore_eos=True)
-    prompt = random.Random(number).choices(range(256), k=20)
-    recorder = Recorder()
-    engine.add(Request(engine.next_id(), prompt, params, max_tokens, number), recorder)
-    return recorder
-
-
-async def finish(recorders: list[Recorder], seconds: float = SECONDS) -> list[list[int]]:
-    async with asyncio.timeout(seconds):
-        for recorder in recorders:
-            await recorder.done.wait()
-            assert recorder.error is None, recorder.error
-    return [recorder.tokens for recorder in recorders]
-
-
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("size", "settings"),
     [
-        (2, {}),
-        *nightly_after(
-            0,
-            (
-                (2, {"enable_expert_parallel": True}),
-                (3, {"enable_expert_parallel": True}),
-                (2, {"decode_context_parallel_size": 2}),
-                (3, {"decode_context_parallel_size": 3, "enable_expert_parallel": True}),
-                (2, {"tensor_parallel_size": 1, "pipeline_parallel_size": 2}),
-                (4, {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}),
-                (2, {"enable_dp_attention": True, "enable_expert_parallel": True}),
-                (3, {"enable_dp_attention": True, "enable_expert_parallel": True}),
-            ),
-        ),
+        *((size, {}) for size in (2, 3, 4)),
+        *((size, {EXPERTS: True}) for size in (2, 3, 4)),
+        *((size, {CONTEXTS: size}) for size in (2, 3, 4)),
+        (4, {CONTEXTS: 2, EXPERTS: True}),
+        *((size, {SEQUENCES: True, EXPERTS: True}) for size in (2, 3)),
+        (2, {"tensor_parallel_size": 1, "pipeline_parallel_size": 2}),
+        (4, {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}),
     ],
 )
-def test_ranks_that_are_killed_or_stopped_lose_and_change_nothing(
-    size: int, settings: dict[str, Any], tmp_path: Path
-) -> None:
-    rng = random.Random(7)
-    write_checkpoint(tmp_path)
-    heads = {"num_attention_heads": 2 * size, "hidden_size": 16 * size}
-    rewrite(tmp_path, {**heads, **(MIXTURE if "enable_expert_parallel" in settings else {})})
-    config = make_config(tmp_path, size, **settings)
-    before = shared_memory()
-    seen: set[int] = set()
-    recoveries: list[float] = []
-
-    async def main() -> None:
-        async with running(config) as engine:
-            expected = await finish([send(engine, number) for number in range(NUM_STREAMS)])
-            assert all(len(tokens) == MAX_TOKENS for tokens in expected)
-            began = time.monotonic()
-            assert await finish([send(engine, number) for number in range(NUM_STREAMS)]) == expected
-            undisturbed = time.monotonic() - began
-            for kill in range(NUM_KILLS):
-                await until(lambda: engine.is_ready, SECONDS)
-                recorders = [send(engine, number) for number in range(NUM_STREAMS)]
-                await asyncio.sleep(rng.uniform(0, 0.8 * undisturbed))
-                seen.update(pids := processes(engine))
-                assert len(pids) == size
-                rank, how = ATTACKS[kill % len(ATTACKS)]
-                began = time.monotonic()
-                os.kill(pids[rank], how)
-                assert await finish(recorders) == expected
-                recoveries.append(time.monotonic() - began)
-                print(f"{kill}: rank {rank}, {how.name}: {recoveries[-1]:.1f} s")
-                assert how == signal.SIGSTOP or await are_gone(pids)  # one that stops when all have ended is not missed
-            assert engine.metrics.poison_requests == 0
-            assert engine.num_restarts >= NUM_KILLS - 1  # a signal may come when all streams have just ended
-            assert await are_gone(sorted(seen.difference(processes(engine))))
-
-    asyncio.run(main())
-    assert shared_memory() <= before
-    print(f"{NUM_KILLS} kills: median {sorted(recoveries)[NUM_KILLS // 2]:.1f} s, longest {max(recoveries):.1f} s")
+def test_any_rank_may_be_killed_or_stopped(size: int, settings: dict[str, Any], tmp_path: Path) -> None:
+    attacks = [(rank, how) for rank in range(size) for how in ("SIGKILL", "SIGSTOP")]
+    run([case(tmp_path, size, attacks, **settings)])
 
 
 @pytest.mark.nightly
