@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import pytest
 
 from octavo.cli import main
 from octavo_server.cli import run_batch
+from octavo_server.engines import async_engine
+from tests.models.encoder_families import make_encoder
+from tests.server.forked_engine import THREADED
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 
@@ -47,6 +56,68 @@ def test_a_run_goes_on_where_a_killed_one_was(tmp_path: Path, capfd: pytest.Capt
     assert "'temperature'" in lines[2]["response"]["body"]["error"]["message"]
     assert not partial.exists()
     assert "1 of 5 requests have a result of an earlier run" in capfd.readouterr().err
+
+
+def texts(path: Path) -> list[tuple[str, str]]:
+    found = [json.loads(line) for line in path.read_text().splitlines()]
+    return [(each["custom_id"], each["response"]["body"]["choices"][0]["text"]) for each in found]
+
+
+@pytest.mark.slow
+def test_a_run_that_was_killed_computes_the_rest(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Its results are those of a run that nothing stopped, and none that was written is computed again."""
+    source, target, whole = tmp_path / "in.jsonl", tmp_path / "out.jsonl", tmp_path / "whole.jsonl"
+    partial = tmp_path / "out.jsonl.partial"
+    write(source, *((COMPLETIONS, {"prompt": f"{i} and", "max_tokens": 40, "seed": i}) for i in range(60)))
+    command = ["run-batch", str(source), str(target), "--backend", "toy", "--max-num-seqs", "4"]
+    killed = subprocess.Popen([sys.executable, "-m", "octavo", *command], stderr=subprocess.DEVNULL)
+    while not partial.exists() or partial.read_bytes().count(b"\n") < 5:
+        assert killed.poll() is None
+        time.sleep(0.002)
+    os.kill(killed.pid, signal.SIGKILL)
+    killed.wait(10)
+    done = [line for line in partial.read_bytes().splitlines(keepends=True) if line.endswith(b"\n")]
+    assert 5 <= len(done) < 60
+    assert not target.exists()
+    assert main(command) == 0
+    assert f"{len(done)} of 60 requests have a result of an earlier run" in capfd.readouterr().err
+    assert set(done) <= set(target.read_bytes().splitlines(keepends=True))
+    assert main(["run-batch", str(source), str(whole), *command[3:]]) == 0
+    assert texts(target) == texts(whole)
+    assert [name for name, _ in texts(target)] == [f"row {i}" for i in range(60)]
+    assert not partial.exists()
+
+
+@pytest.mark.slow
+def test_vectors_and_scores_and_the_errors_of_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files of any kind that fsspec knows; each wrong line has an error of its own."""
+    monkeypatch.setattr(async_engine, "ENGINE_ARGV", THREADED)
+    make_encoder(tmp_path / "model", "Bert/Model")
+    source, target = tmp_path / "in.jsonl", f"memory:/{tmp_path}/out.jsonl"
+    write(
+        source,
+        ("/v1/embeddings", {"input": ["A bird sings", "in the old tree"]}),
+        ("/v1/score", {"text_1": "A bird sings", "text_2": ["the birds sing", "nobody"]}),
+        ("/v1/rerank", {"query": "A bird", "documents": ["nobody hears it", "A bird"], "top_n": 1}),
+        ("/v1/embeddings", {"input": []}),
+        ("/v1/embeddings", {"input": "a", "model": "another"}),
+        (COMPLETIONS, {"prompt": "A bird"}),
+        ("/v1/score", {"text_1": "A bird"}),
+    )
+    files = fsspec.filesystem("memory")
+    files.pipe("/in.jsonl", source.read_bytes())
+    own = ["--model", str(tmp_path / "model"), "--device", "cpu", "--dtype", "float32"]
+    assert main(["run-batch", "memory://in.jsonl", target, *own]) == 0
+    lines = [json.loads(line) for line in files.cat(target).splitlines()]
+    assert [line["custom_id"] for line in lines] == [f"row {i}" for i in range(7)]
+    assert [line["response"]["status_code"] for line in lines] == [200, 200, 200, 400, 404, 400, 400]
+    vectors, scores, ranked, *wrong = [line["response"]["body"] for line in lines]
+    assert [len(each["embedding"]) for each in vectors["data"]] == [32, 32]
+    assert [each["index"] for each in scores["data"]] == [0, 1]
+    assert [each["index"] for each in ranked["results"]] == [1]
+    assert [each["error"]["param"] for each in wrong[:2]] == ["input", "model"]
+    assert wrong[3]["error"]["param"] == "text_2"
+    files.rm(str(tmp_path), recursive=True)
 
 
 @pytest.mark.parametrize(
