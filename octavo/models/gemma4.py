@@ -159,7 +159,7 @@ class Gemma4Layer(DecoderLayer):
         if (moe := config.experts) is None:
             return mlp
         D, X, eps = config.hidden_size, moe.num_experts, config.norm_eps
-        scale_D = (weights.exact(f"{prefix}.router.scale", D) * D**-0.5).to(weights.form.dtype)
+        scale_D = weights.exact(f"{prefix}.router.scale", D).clone().mul_(D**-0.5).to(weights.form.dtype)
         router = ScaledRouter(
             RMSNorm(scale_D, eps),
             weights.router(f"{prefix}.router.proj", X, D),

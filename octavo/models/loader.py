@@ -51,6 +51,7 @@ from octavo.quant.stored.stored_weight import (
     chosen_rows,
     dtype_name,
     filled,
+    joined_rows,
     make_weights,
 )
 
@@ -126,8 +127,7 @@ class WeightLoader:
     def vectors(self, names: Sequence[str], size: int) -> Tensor:
         """A vector of each head, [heads, size], which the checkpoint stores one by one; heads are divided among
         devices."""
-        rows = DenseStored((torch.stack([self._numbers(name, (size,)) for name in names]),))
-        count = len(names)
+        rows, count = DenseStored((torch.stack([self._numbers(name, (size,)) for name in names]),)), len(names)
         return self._counted(self._own(MatrixRows(names[0], [Section(count, count)]), rows).dense(self.form))
 
     def exact_part(self, name: str, section: Section) -> Tensor:
@@ -160,7 +160,7 @@ class WeightLoader:
         if sum(counts) != channels:
             counts = [channels] if len(names) == 1 else [section.num_rows for section in sections]
         parts = [self._numbers(f"{name}.weight", (count, 1, width)) for name, count in zip(names, counts, strict=True)]
-        rows = DenseStored((torch.cat(parts).squeeze(1),))
+        rows = DenseStored((joined_rows(parts).squeeze(1),))
         return self._counted(self._shard.sections(names[0], rows, sections).dense(self.form).t().contiguous())
 
     def router(self, name: str, num_experts: int, num_inputs: int) -> Tensor:
@@ -202,8 +202,8 @@ class WeightLoader:
         """The weight of a norm with ``offset`` added to it in float32."""
         if offset == 0.0:
             return self.dense(name, size)
-        exact = self._numbers(name, (size,)).to(device=self.form.device, dtype=torch.float32)
-        return self._counted((exact + offset).to(self.form.dtype))
+        exact = self._numbers(name, (size,)).to(device=self.form.device, dtype=torch.float32, copy=True)
+        return self._counted(exact.add_(offset).to(self.form.dtype))
 
     def head_norm(self, name: str, num_heads: int, head_dim: int, eps: float) -> RMSNorm:
         """The normalisation over all heads of a token with ``name.weight``; the heads are divided among devices."""

@@ -31,7 +31,7 @@ MOST_OPERATIONS = 15
 OUTLINES = """
 import sys
 import torch
-from octavo.models.meta_model import outline
+from octavo.models.config_checks import check_dummy
 from octavo.models.registry import read_config
 from octavo.quant.stored.stored_weight import WeightFormat
 from octavo.weights.dummy import DummyCheckpoint
@@ -39,13 +39,13 @@ from octavo_fleet.sim.shapes import SHAPES
 from octavo_kernels.triton.backend import BACKEND
 
 BACKEND.load_kernels()
-for name in ("gpt-oss-120b-mxfp4", "qwen3-30b-a3b", "llama-3.1-8b"):
-    config = {**SHAPES[name], "num_hidden_layers": 1}
-    config.pop("layer_types", None)
+families = {(config["model_type"], "quantization_config" in config): config for config in SHAPES.values()}
+for config in families.values():
     known, dummy = read_config(config), DummyCheckpoint(config, {}, 0)
     for device, dtype in (("cuda", torch.bfloat16), ("cpu", torch.float32)):
-        assert outline(known, dummy, WeightFormat(dtype, torch.device(device), packs=True)).num_bytes
-print("torch._dynamo" in sys.modules)
+        check_dummy(known, dummy, WeightFormat(dtype, torch.device(device), packs=True), 1, 1, 1 << 60)
+    assert "torch._dynamo" not in sys.modules, config["model_type"]
+print(len(families))
 """
 
 
@@ -87,5 +87,6 @@ def test_rows_at_equal_distances_are_no_copy() -> None:
 
 def test_outlines_of_models_import_no_compiler_of_torch() -> None:
     """Which takes longer than everything else that a start finds out before it loads weights."""
-    done = subprocess.run([sys.executable, "-c", OUTLINES], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "False"
+    done = subprocess.run([sys.executable, "-c", OUTLINES], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-1000:]
+    assert int(done.stdout) > 10
