@@ -5,16 +5,19 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from octavo import ops
 from octavo.cli import main
 from octavo.errors import ConfigError
+from octavo.ops.dispatch import OPS, Kernel
+from octavo.ops.linear.linear import PLAIN, Fused
 from octavo_bench.cli import results
 from octavo_bench.device import attention_cases, ceilings, kernels, measured_case, product_cases, recurrences, row_cases
 from octavo_bench.device.product_cases import FORMS, NumberForm
@@ -87,9 +90,25 @@ def test_figures_of_a_layer(name: str) -> None:
         assert maps[-1] == pytest.approx(sum(maps[1:-1]), rel=0.02), "what follows attention is the last three"
 
 
+@pytest.fixture
+def strict_linear(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A kernel that takes weights and rows of one type, as those for GPUs."""
+
+    def run(x_TK: Tensor, weight_NK: Tensor, fused: Fused = PLAIN) -> Tensor:
+        assert x_TK.dtype == weight_NK.dtype
+        return ops.linear.reference(x_TK, weight_NK, fused)
+
+    monkeypatch.setattr(ops.linear, "kernels", [Kernel("strict", "cpu", 99, lambda dtype: None, run)])
+    OPS.forget_choices()
+    yield
+    OPS.forget_choices()
+
+
+@pytest.mark.usefixtures("strict_linear")
 @pytest.mark.parametrize("name", ["bf16", "mxfp4"])
 def test_experts_that_are_chosen_count(name: str) -> None:
-    one, many = (row for row in measured(["small mixture"], [name], [1, 64]) if row["family"] == "experts")
+    rows = kernels.measure(["small mixture"], [name], [1, 64], lambda line: None)["rows"]
+    one, many = (row for row in rows if row["family"] == "experts")
     assert (one["kernel"], one["model"], one["format"]) == ("8 of 8 experts, 256 to 128", "small mixture", name)
     assert one["error"] < 0.01
     assert many["bytes"] == pytest.approx(one["bytes"] + 63 * 2 * 256 * 2, rel=1e-6)
