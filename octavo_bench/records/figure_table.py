@@ -37,7 +37,9 @@ TABLE: Mapping[tuple[str, Better], str] = {
     ("MB/s", "more"): "mb_per_s",
     ("TFLOP/s", "more"): "matmul_tflop_s fp8_tflop_s int8_tflop_s",
     ("GFLOP/s", "more"): "gflop_s prefill_gflop_s decode_gflop_s",
-    ("%", "more"): "mfu_percent prefill_mfu_percent decode_mfu_percent cached_percent",
+    ("%", "more"): """
+        mfu_percent prefill_mfu_percent decode_mfu_percent cached_percent after_result_percent after_several_percent
+        after_question_percent second_helper_percent""",
     ("times", "more"): "ratio times_better times_less speedup tokens_per_speculation memory_ratio ratio_of_first_10_s",
     ("share", "more"): """
         same_top_token same_tokens passed goodput_share good_share prefix_hit_rate vocabulary_coverage of_read

@@ -27,7 +27,7 @@ _MORE = """
     same_tokens passed goodput_share good_share prefix_hit_rate
     vocabulary_coverage of_read of_matmul of_floor held_agreement context_tokens longest_context
     prefix_hits right completed completed_requests within within_predicted within_replayed caught cosine
-    needle_share
+    needle_share after_result_percent after_several_percent after_question_percent second_helper_percent
 """
 BETTER_WITH_MORE = _MORE.split()
 """Written by hand once more: all other figures are times, memory, distances, failures and what is counted of work."""
