@@ -33,6 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     _add_throughput(kinds)
     _add_ablation(kinds)
     _add_quality(kinds)
+    _add_needles(kinds)
     _add_speculate(kinds)
     drafts.add_kinds(kinds)
     peer.add_first_minute(kinds)
@@ -142,6 +143,20 @@ def _add_quality(kinds: Any) -> None:
         default=3,
         help="in which decoding is timed; the table has the fastest; 0 for none (default: 3)",
     )
+
+
+def _add_needles(kinds: Any) -> None:
+    help = "needles found in long contexts and their perplexity, by type of the KV cache, with a model trained for it"
+    refuses = ({"kv_cache_dtype", "max_model_len"}, "--caches and --lengths say it")
+    needles = add_kind(kinds, "needles", help, "needles.run", has_engine=True, refuses=refuses)
+    needles.add_argument("--caches", type=words, default=["auto", "fp8", "int8", "int4"], help="of kv_cache_dtype")
+    needles.add_argument("--lengths", type=numbers, default=[8192, 32768, 131072], help="tokens of contexts")
+    needles.add_argument("--num-contexts", type=positive, default=4, help="of each length")
+    needles.add_argument("--num-needles", type=positive, default=64, help="of each context")
+    needles.add_argument("--num-decoys", type=at_least_0, default=4, help="which begin like a needle but for one token")
+    needles.add_argument("--max-steps", type=positive, default=1000, help="of training; a folder with a model has none")
+    needles.add_argument("--step-tokens", type=positive, default=2**17, help="tokens of a training step")
+    needles.add_argument("--longest", type=positive, default=2**17, help="tokens of the longest texts in training")
 
 
 def _add_speculate(kinds: Any) -> None:

@@ -113,6 +113,7 @@ _CASES = """
     draft_vocab_size text_length batch_size learning_rate max_steps max_seconds max_generation_seconds ffn_size
     peak_tflops sequences_at_a_time decoding prompts shortest longest tile warps splits min_tiles stages vocab_size
     num_requests
+    step_tokens num_contexts num_needles num_decoys
     number case idle pace version num_sequences cache flood fleet command
 """
 CASES = frozenset(_CASES.split())
