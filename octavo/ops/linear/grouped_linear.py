@@ -158,14 +158,14 @@ def _words(codes_NK: Tensor, number: Number) -> Tensor:
         for plane, field in enumerate(fields.view(-1, TILE, chunks, planes, WORDS).unbind(3)):
             some.add_(field, alpha=1 << (bits * plane))
         if number == "e2m1":
-            some.copy_(_e2m1_words(words.device)[some.int()])
+            own = words[start : start + step].view(-1)
+            torch.index_select(_e2m1_words(words.device), 0, own.int().bitwise_and_(0xFFFF), out=own)
     return words
 
 
 @functools.cache
 def _e2m1_words(device: torch.device) -> Tensor:
-    """The word, int16, of every four codes of FP4: that of plane p is bits 4 p .. 4 p + 3 of an index, or of one less
-    65536."""
+    """The word, int16, of every four codes of FP4: that of plane p is bits 4 p .. 4 p + 3 of an index."""
     signs, others = _places(device)
     codes = (torch.arange(1 << 16, dtype=torch.int32, device=device) >> _shifts("int4", device)) & 15
     return (((codes >> 3) << signs) + ((codes & 7) << others)).sum(0).to(torch.int16)
