@@ -33,6 +33,10 @@ MAX_PART = 16 << 20
 __all__ = ["Connection", "ConnectionFailed", "Connections", "Headers", "InvalidResponse", "ServerSilent"]
 
 
+class NotConnected(ConnectionFailed):
+    """There is no connection, so that nothing was sent."""
+
+
 class ServerSilent(ConnectionFailed):
     """The server accepted a request, and then sent nothing for too long."""
 
@@ -284,5 +288,5 @@ class Connections:
                     make, self._host, self._port, ssl=self._ssl, server_hostname=name
                 )
         except (OSError, TimeoutError) as error:
-            raise ConnectionFailed(str(error) or type(error).__name__) from None
+            raise NotConnected(str(error) or type(error).__name__) from None
         return connection

@@ -39,10 +39,16 @@ OF_ANSWERS = (
 UNREADABLE = msgspec.MsgspecError, UnicodeDecodeError, RecursionError
 """What reading JSON may raise."""
 IDEMPOTENCY_KEY = b"idempotency-key"
-"""A request with this header must be the same each time it is sent, and where a prompt is held is not."""
+"""A request with this header must be the same each time it is sent, and where a prompt is held is not; and it goes to
+one server, whose journal has its answer."""
 
 logger = logging.getLogger("octavo.server")
 _decoder = msgspec.json.Decoder(dict[str, msgspec.Raw])
+
+
+def is_keyed(headers: Headers) -> bool:
+    """Whether a request has an idempotency key."""
+    return any(name.lower() == IDEMPOTENCY_KEY for name, _ in headers)
 
 
 class PrefillPrompt:
@@ -88,8 +94,7 @@ class Prefill:
     ) -> bytes:
         """The body that a decode server gets in place of ``body``."""
         ready = [server for server in self.servers if server.is_up]
-        is_keyed = any(name.lower() == IDEMPOTENCY_KEY for name, _ in headers)
-        if not ready or is_keyed or not prompt.is_apart(decode):
+        if not ready or is_keyed(headers) or not prompt.is_apart(decode):
             return body
         server = self._router.choose(prompt.query, ready)
         server.note_sent(prompt.query)

@@ -14,8 +14,15 @@ from octavo.config import ServeConfig
 from octavo.errors import ConfigError, QueueFull, RequestError, Unavailable
 from octavo.telemetry.counts import Condition
 from octavo.telemetry.metrics import Metrics
-from octavo_fleet.proxy.connections import Connection, ConnectionFailed, Headers, InvalidResponse, ServerSilent
-from octavo_fleet.proxy.prefill import PATHS, Prefill, PrefillPrompt
+from octavo_fleet.proxy.connections import (
+    Connection,
+    ConnectionFailed,
+    Headers,
+    InvalidResponse,
+    NotConnected,
+    ServerSilent,
+)
+from octavo_fleet.proxy.prefill import PATHS, Prefill, PrefillPrompt, is_keyed
 from octavo_fleet.proxy.upstream_process import UpstreamProcess
 from octavo_fleet.proxy.upstream_server import CHECK_SECONDS, CHECK_SECONDS_DOWN, UpstreamServer
 from octavo_fleet.routing.routers import PrefixAware
@@ -29,10 +36,15 @@ ATTEMPTS = 3
 RETRY_PAUSE = 0.1
 """Seconds before the first retry; each further pause is twice as long."""
 DRAIN_POLL_SECONDS = 0.02
+BUSY = 503
+"""Status of a server that drains, or whose engine starts again."""
 MAX_REQUEST_BYTES = 256 << 20
 """Of the bodies of all requests that have not ended. One of each API key is always accepted."""
 MAX_HELD_BYTES = 256 << 10
 """A body that is no stream is relayed as a whole up to this size, so that it can be requested again; else in pieces."""
+
+CREATING = frozenset({"v1/files", "v1/batches", "v1/messages/batches", "v1/conversations", "v1/responses"})
+"""Paths of POST requests that the upstream stores something new for each time."""
 
 logger = logging.getLogger("octavo.server")
 
@@ -251,16 +263,20 @@ class Upstream:
         self, method: str, target: str, headers: Headers, body: bytes, owner: str = ""
     ) -> AsyncIterator[UpstreamAnswer]:
         """Send a request; the answer has its first piece. Retries when the connection fails before that, at another
-        server if there is one. A long prompt is computed by a prefill server first, if there are some.
+        server if there is one, unless what it creates might be there already. A long prompt is computed by a prefill
+        server first, if there are some.
 
-        Raises ``UpstreamUnavailable`` after ``ATTEMPTS`` failures, ``UpstreamFailed`` for an invalid response, and
-        ``UpstreamSilent`` if there is none.
+        Raises ``UpstreamUnavailable`` after ``ATTEMPTS`` failures, ``UpstreamFailed`` for an invalid response and for
+        what is not retried, and ``UpstreamSilent`` if there is no response.
         """
         prompt = PrefillPrompt(target, body, owner) if len(self._check_now) > 1 else None
+        stores_nothing = target.partition("?")[0] in PATHS and not is_keyed(headers)
+        tried: list[UpstreamServer] = []
         for attempt in range(ATTEMPTS):
             if attempt:
                 await asyncio.sleep(RETRY_PAUSE * 2 ** (attempt - 1))
-            is_begun, server = False, self._chosen(target, prompt)
+            is_begun, server = False, self._chosen(prompt if stores_nothing else None, tried)
+            tried.append(server)
             server.num_live += 1
             try:
                 sent = body
@@ -270,6 +286,8 @@ class Upstream:
                 async with server.connections.request(method, target, headers, sent) as connection:
                     answer = UpstreamAnswer(connection)
                     await answer.receive_first()
+                    if answer.status == BUSY and stores_nothing and self._others(tried):
+                        raise ConnectionFailed("it takes no requests now")
                     is_begun = True
                     yield answer
                     return
@@ -282,6 +300,8 @@ class Upstream:
                 logger.warning("a request to the upstream failed before its first byte: %s", error)
                 server.is_up = server.is_up and len(self._servers) == 1
                 self._check_now[server].set()
+                if not isinstance(error, NotConnected) and method == "POST" and _creates(target):
+                    raise failure_of(error) from None
             finally:
                 server.num_live -= 1
         raise UpstreamUnavailable
@@ -305,8 +325,17 @@ class Upstream:
             raise next(failure_of(each) for each in found if isinstance(each, ConnectionFailed))
         return answers
 
-    def _chosen(self, target: str, prompt: PrefillPrompt | None) -> UpstreamServer:
-        """The server for a request: the first one, which has all that is stored, but for those that store nothing."""
-        if prompt is None or target.partition("?")[0] not in PATHS:
+    def _others(self, tried: list[UpstreamServer]) -> list[UpstreamServer]:
+        return [server for server in self._servers if server.is_up and server not in tried]
+
+    def _chosen(self, prompt: PrefillPrompt | None, tried: list[UpstreamServer]) -> UpstreamServer:
+        """The server for a request with this prompt, one that was not tried if there is one; else the first one, which
+        has all that is stored."""
+        if prompt is None:
             return self._servers[0]
-        return self._router.choose(prompt.query, [server for server in self._servers if server.is_up] or self._servers)
+        return self._router.choose(prompt.query, self._others(tried) or self._others([]) or self._servers)
+
+
+def _creates(target: str) -> bool:
+    path = target.partition("?")[0]
+    return path in CREATING or (path.startswith("v1/conversations/") and path.endswith("/items"))

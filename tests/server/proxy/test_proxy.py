@@ -25,7 +25,7 @@ from octavo.telemetry.cache_view import SessionOrder, SessionReport, SessionView
 from octavo_fleet.proxy.upstream import Upstream
 from tests.server.conftest import Served
 from tests.server.in_process import ANSWER, InProcessEngine, byte_tokenizer
-from tests.server.proxy.proxied import HEAD, Proxy, Raw, chunk
+from tests.server.proxy.proxied import HEAD, OK, Proxy, Raw, chunk
 from tests.server.test_keys import bearer, key_file, line
 from tests.tiers import nightly_after
 from tests.timing import undisturbed
@@ -227,6 +227,43 @@ def test_a_failure_before_the_first_byte_is_retried(start: Callable[..., Proxy],
     assert (response.status_code, response.content) == (200, b"data: [DONE]\n\n")
     assert len(raw.requests) == 3
     assert len(set(raw.requests)) == 1
+
+
+@pytest.mark.parametrize(
+    "path", ["/v1/batches", "/v1/files?x=1", "/v1/messages/batches", "/v1/conversations/c1/items", "/v1/responses"]
+)
+def test_what_may_have_been_created_is_not_asked_for_again(start: Callable[..., Proxy], path: str) -> None:
+    raw = Raw(b"", HEAD)
+    proxy = start(raw)
+    for _ in range(2):
+        assert proxy.client.post(path, json={}).status_code == 502
+    assert len(raw.requests) == 2
+    assert proxy.client.post(path, json={}).status_code == 200
+
+
+def test_a_request_with_an_idempotency_key_goes_to_the_server_that_may_have_its_answer(
+    start: Callable[..., Proxy],
+) -> None:
+    first, second = Raw(), Raw()
+    proxy = start(f"{first.url},{second.url}")
+    for server, number in zip(proxy.upstream._servers, (9, 0), strict=True):
+        server.num_live = number
+    proxy.client.post("/v1/completions", json=PROMPT)
+    proxy.client.post("/v1/completions", json=PROMPT, headers={"Idempotency-Key": "a"})
+    assert [len(server.requests) for server in (first, second)] == [1, 1]
+    assert b"idempotency-key" in first.requests[0].lower()
+
+
+def test_a_server_that_drains_leaves_requests_to_another(start: Callable[..., Proxy]) -> None:
+    busy = b"HTTP/1.1 503 B\r\ncontent-length: 2\r\n\r\n[]"
+    first, second = Raw(busy, busy, busy), Raw(OK, busy)
+    proxy = start(f"{first.url},{second.url}")
+    assert proxy.client.post("/v1/completions", json=PROMPT).json() == {}
+    keyed = proxy.client.post("/v1/completions", json=PROMPT, headers={"Idempotency-Key": "a"})
+    assert (keyed.status_code, keyed.content) == (503, b"[]")
+    second.close()
+    proxy.upstream._servers[1].is_up = False
+    assert proxy.client.post("/v1/completions", json=PROMPT).content == b"[]", "what the last one says is told"
 
 
 def test_an_upstream_that_is_down(start: Callable[..., Proxy]) -> None:
