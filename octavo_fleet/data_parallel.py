@@ -11,7 +11,7 @@ import dataclasses
 import heapq
 import itertools
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 
 import msgspec
@@ -22,7 +22,7 @@ from octavo.errors import ConfigError, OctavoError
 from octavo.system.cpus import num_cpus
 from octavo.telemetry.cache_view import CacheView, SessionOrder, SessionReport
 from octavo.telemetry.metrics import FleetMetrics, Metrics
-from octavo.types import EngineInfo, EngineStats, FinishReason, Request
+from octavo.types import MEMORY_PARTS, EngineInfo, EngineStats, FinishReason, MemoryPart, Request
 from octavo_fleet.routing.prefixes import CachedPrefixes, PromptQuery
 from octavo_fleet.routing.routers import make_router
 from octavo_server.engines.async_engine import AsyncEngine
@@ -64,8 +64,8 @@ class DataParallelEngine(SeveralEngines):
         """Put all engines to sleep, as ``AsyncEngine.sleep`` does; each wakes when it gets a request."""
         await asyncio.gather(*(engine.sleep(level, mode) for engine in self.engines))
 
-    async def wake_up(self) -> None:
-        await asyncio.gather(*(engine.wake_up() for engine in self.engines))
+    async def wake_up(self, parts: Collection[MemoryPart] = MEMORY_PARTS) -> None:
+        await asyncio.gather(*(engine.wake_up(parts) for engine in self.engines))
 
     @property
     def is_paused(self) -> bool:

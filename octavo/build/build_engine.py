@@ -26,13 +26,7 @@ from octavo.cache.build_offload import content_fingerprint, default_room, make_o
 from octavo.cache.group_cache import GroupSize
 from octavo.cache.kv_cache import KVCache
 from octavo.cache.kv_events import KVEvents
-from octavo.config import (
-    CacheSettings,
-    EngineConfig,
-    ModelSettings,
-    parse_lora_modules,
-    to_flat,
-)
+from octavo.config import CacheSettings, EngineConfig, ModelSettings, parse_lora_modules, to_flat
 from octavo.engine.engine import Engine
 from octavo.engine.protocols import EngineBackend
 from octavo.engine.runner.adapter_numbers import LoadedAdapters

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, deque
+from collections.abc import Collection
 from collections.abc import Sequence as SequenceOf
 from concurrent.futures import Future
 from typing import Any
@@ -13,14 +14,16 @@ from octavo.engine.logits_processors import Processors, make_processors
 from octavo.engine.protocols import Adapters, Grammars, Runner, Sleeper, SubmittedStep, WeightChanger
 from octavo.engine.scheduler import Scheduler
 from octavo.engine.timing.schedule_delay import ScheduleDelay
-from octavo.errors import CANCELLATIONS, CheckpointError, InvalidParameter, ModelNotFound, RunnerError
+from octavo.errors import CANCELLATIONS, CheckpointError, InvalidParameter, ModelNotFound, RunnerError, Unavailable
 from octavo.telemetry.cache_view import CacheView, SessionOrder, SessionReport
 from octavo.telemetry.request_events import Event
 from octavo.types import (
+    MEMORY_PARTS,
     DropTensors,
     EngineStats,
     JoinGroup,
     Masks,
+    MemoryPart,
     Output,
     Plan,
     ReceiveTensors,
@@ -95,8 +98,13 @@ class Engine:
         """Requests whose grammar is still compiling, or whose cached prefix is still being read from disk or fetched;
         they are not in the scheduler yet."""
 
+        self.asleep = set[MemoryPart]()
+        """Parts of the device's memory that are freed."""
+
     def add(self, request: Request) -> None:
-        """Accept ``request``; raises ``RequestError`` if it could never be served."""
+        """Accept ``request``; raises ``RequestError`` if it could never be served, or while the engine sleeps."""
+        if self.asleep:
+            raise Unavailable("The model sleeps.")
         if request.adapter and request.adapter not in self.adapters:
             raise ModelNotFound(f"There is no adapter {request.adapter}.", param="model")
         processors = make_processors(request.params.extra_args, request.prompt_tokens)
@@ -228,6 +236,8 @@ class Engine:
         """
         if self.weights is None:
             raise CheckpointError("the weights of this engine cannot be changed while it lives")
+        if "weights" in self.asleep:
+            raise CheckpointError("the weights sleep")
         while self.has_work:
             self.step()
         self.weights.load(folder, files)
@@ -275,11 +285,14 @@ class Engine:
             self.scheduler.cache.offload.save_all()
         self.scheduler.clear()
         self.sleeper.sleep()
+        self.asleep = {*MEMORY_PARTS}
 
-    def wake(self) -> None:
-        """Undo ``sleep``; after an error the engine must not be used."""
-        assert self.sleeper is not None, "an engine woke that could not sleep"
-        self.sleeper.wake()
+    def wake(self, parts: Collection[MemoryPart] = MEMORY_PARTS) -> None:
+        """Undo ``sleep`` for some parts of the memory; after an error the engine must not be used."""
+        if self.asleep.intersection(parts):
+            assert self.sleeper is not None, "an engine woke that could not sleep"
+            self.sleeper.wake(parts)
+            self.asleep -= {*parts}
 
     def close(self) -> None:
         """Wait until pending blocks are saved to slower tiers; the engine must not be used afterwards."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from collections.abc import Sequence as SequenceOf
 from concurrent.futures import Future
 from typing import Any, Protocol
@@ -17,6 +17,7 @@ from octavo.types import (
     EngineStats,
     JoinGroup,
     Masks,
+    MemoryPart,
     Output,
     Plan,
     ReceiveTensors,
@@ -58,8 +59,9 @@ class Sleeper(Protocol):
         nothing is changed."""
         ...
 
-    def wake(self) -> None:
-        """Undo ``sleep``. Raises an error if the device's memory is in use; the engine is then unusable."""
+    def wake(self, parts: Collection[MemoryPart]) -> None:
+        """Undo ``sleep`` for parts of the memory, one of which is asleep. Raises an error if the device's memory is in
+        use; the engine is then unusable."""
         ...
 
     def close(self) -> None:
@@ -149,7 +151,7 @@ class EngineLike(Protocol):
     def checksums(self) -> dict[str, str]: ...
     def save_idle(self) -> bool: ...
     def sleep(self) -> None: ...
-    def wake(self) -> None: ...
+    def wake(self, parts: Collection[MemoryPart]) -> None: ...
     def close(self) -> None: ...
 
 

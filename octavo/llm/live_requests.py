@@ -8,7 +8,7 @@ import random
 import signal
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from types import FrameType
 
 from octavo.engine.engine import Engine
@@ -19,7 +19,7 @@ from octavo.llm.outputs import CompletionOutput
 from octavo.llm.prompts import READ, Checked, TokenizedText
 from octavo.sampling_params import choice_key
 from octavo.text.tokenizer import Tokenizer
-from octavo.types import Request, Task
+from octavo.types import MemoryPart, Request, Task
 
 
 class Unfinished:
@@ -147,10 +147,10 @@ class LiveRequests:
                 self._step()
             self.engine.sleep()
 
-    def wake(self) -> None:
-        """Undo ``sleep``."""
+    def wake(self, parts: Collection[MemoryPart]) -> None:
+        """See ``Engine.wake``."""
         with self._lock:
-            self.engine.wake()
+            self.engine.wake(parts)
 
     def next_piece(self, continuation: Continuation) -> CompletionOutput | None:
         """What is new of a continuation, while no thread adds to it."""

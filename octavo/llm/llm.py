@@ -15,7 +15,7 @@ from torch import Tensor
 from octavo.config import DEFAULT_MODEL
 from octavo.engine.beam_search import BeamSearchParams, check_beam_search
 from octavo.engine.engine import Engine
-from octavo.errors import RequestFailed, Unavailable
+from octavo.errors import InvalidParameter, RequestFailed, Unavailable
 from octavo.images.preparer import preparer_of, read_by_model
 from octavo.llm.adapters import Adapter, adapters_of, chosen
 from octavo.llm.beam_search import BeamSearchOutput, search_beams
@@ -54,7 +54,7 @@ from octavo.text.conversation import Conversation
 from octavo.text.embedding_vectors import Floats, check_dimensions, cosine, late_interaction, pairs_of, results_of
 from octavo.text.message_format import find_format
 from octavo.text.tokenizer import Tokenizer
-from octavo.types import Task
+from octavo.types import MEMORY_PARTS, MemoryPart, Task
 from octavo.weights.tensor_file import written
 
 Message = Mapping[str, Any]
@@ -328,9 +328,11 @@ class LLM:
         host memory at each ``level``. Raises ``RunnerError`` where that is not possible, as on a CPU."""
         self._requests.sleep()
 
-    def wake_up(self, tags: Sequence[str] | None = None) -> None:
-        """Undo ``sleep``, as a whole whatever the ``tags``."""
-        self._requests.wake()
+    def wake_up(self, tags: Sequence[MemoryPart] | None = None) -> None:
+        """Undo ``sleep`` for ``"weights"``, over which others can then be loaded, ``"kv_cache"``, or both."""
+        if wrong := [tag for tag in tags or () if tag not in MEMORY_PARTS]:
+            raise InvalidParameter("tags", f"'tags' must be of {', '.join(MEMORY_PARTS)}, not {wrong[0]!r}.")
+        self._requests.wake(tags or MEMORY_PARTS)
 
     @property
     def engine(self) -> Engine:

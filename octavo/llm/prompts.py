@@ -54,11 +54,7 @@ class Checked(NamedTuple):
 
 
 def check_all(
-    prompts: Any,
-    params: Any,
-    tokenizer: Tokenizer | None,
-    info: EngineInfo,
-    preparer: ImagePreparer | None = None,
+    prompts: Any, params: Any, tokenizer: Tokenizer | None, info: EngineInfo, preparer: ImagePreparer | None = None
 ) -> list[Checked]:
     """Validate every prompt with its parameters; raise ``RequestError`` with the index of the first invalid one."""
     check_task("generate", info)

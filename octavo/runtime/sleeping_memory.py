@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from types import FunctionType, ModuleType
 
 import torch
@@ -17,6 +17,7 @@ from torch import Tensor, UntypedStorage
 from octavo.errors import RunnerError
 from octavo.ops.device_backend import is_gpu
 from octavo.runtime.memory_budget import GIB, free_memory
+from octavo.types import MEMORY_PARTS, MemoryPart
 
 HOST = torch.device("cpu")
 
@@ -50,15 +51,20 @@ class SleepingMemory:
         if is_gpu(self._device):
             torch.cuda.empty_cache()
 
-    def restore(self) -> None:
-        """Allocate all of it again and copy the contents back. Raises ``torch.OutOfMemoryError``."""
+    def restore(self, parts: Collection[MemoryPart] = MEMORY_PARTS) -> None:
+        """Allocate it again and copy back what was kept, the part ``"weights"``. Raises ``torch.OutOfMemoryError``."""
         assert self._host is not None, "nothing was freed"
-        for storage, size in (*self._kept, *self._lost):
-            storage.resize_(size)
-        for storage, place in self._places(self._host):
-            _content(storage).copy_(place, non_blocking=True)
-        self._wait()
-        self._kept, self._lost = [], []
+        if "kv_cache" in parts:
+            for storage, size in self._lost:
+                storage.resize_(size)
+            self._lost = []
+        if "weights" in parts:
+            for storage, size in self._kept:
+                storage.resize_(size)
+            for storage, place in self._places(self._host):
+                _content(storage).copy_(place, non_blocking=True)
+            self._wait()
+            self._kept = []
 
     def _places(self, host: Tensor) -> Iterable[tuple[UntypedStorage, Tensor]]:
         start = 0

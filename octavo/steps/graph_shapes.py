@@ -93,10 +93,7 @@ def exact_shape(sizes: PlanSizes, kind: StepKind) -> tuple[StepShape, bool]:
 
 BATCH_SIZES = (1, 2, 4, 8, 12, 16, 20, 24, 28, 32, 40, 48, 56, 64, 80, 96, 112, 128, 144, 160, 176, 192, 208, 224, 240)
 """Batch sizes of decode graphs; above the largest, every multiple of 32."""
-MIXED_ROWS = (
-    *(16, 32, 48, 64, 96, 128, 144, 160, 192, 224, 256, 288, 320, 384, 448, 512),
-    *range(640, 2049, 128),
-)
+MIXED_ROWS = (*(16, 32, 48, 64, 96, 128, 144, 160, 192, 224, 256, 288, 320, 384, 448, 512), *range(640, 2049, 128))
 """Rows of graphs with prefill. Longer steps keep the device busy without a graph."""
 LONG_SEQS = 4
 """Most sequences of decode graphs for long contexts: more fill the device, however long they are."""

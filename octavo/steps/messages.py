@@ -10,7 +10,7 @@ import msgspec
 
 from octavo.sampling_params import MAX_LOGPROBS
 from octavo.steps.graph_shapes import StepShape
-from octavo.types import Task
+from octavo.types import MemoryPart, Task
 
 NOT_FINITE = -1
 """In place of a token: a logit of the row is not a finite number."""
@@ -341,14 +341,16 @@ class Encode(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class Sleep(msgspec.Struct, frozen=True, array_like=True, tag=True, gc=False):
-    """Free the device's memory until ``Wake``, which is the only message that may follow; weights are kept in host
-    memory, blocks lose their content. For executors of one CUDA device.
+    """Free the device's memory until ``Wake``; host memory keeps the weights, blocks lose their content. For executors
+    of one CUDA device. Once weights are awake, ``LoadWeights`` and ``ReadChecksums`` may follow, before that nothing.
 
     Fails with a ``RunnerError``, and then nothing is changed, if the host has too little memory."""
 
 
 class Wake(msgspec.Struct, frozen=True, array_like=True, tag=True, gc=False):
-    """Undo ``Sleep``. Every step that uses a graph captures it anew."""
+    """Undo ``Sleep`` for some parts of the memory, which are asleep. Every step that uses a graph captures it anew."""
+
+    parts: list[MemoryPart]
 
 
 Tuning = PrepareTuning | MeasureKernels | UseKernels

@@ -41,47 +41,37 @@ class Effort(NamedTuple):
     """Most tokens of reasoning."""
 
 
-class Known(NamedTuple):
-    """What a template knows of reasoning."""
-
-    variables: frozenset[str]
-    """Those named above that it reads."""
-    words: frozenset[str]
-    """Strings in its expressions."""
-
-
 @functools.lru_cache(maxsize=32)
-def known_to(template: str) -> Known:
-    """What ``template``, the source of a chat template, knows."""
+def known_to(template: str) -> tuple[frozenset[str], frozenset[str]]:
+    """The variables named above that ``template``, the source of a chat template, reads; and strings in its tags."""
     tags = [_CLOSES.split(piece, 1)[0] for piece in _OPENS.split(template)[1:]]
     code = "\n".join(_STRING.sub("''", tag) for tag in tags)
     words = (single or double for tag in tags for single, double in _STRING.findall(tag))
     names = (*DEGREES, BUDGET, LOW, *SWITCHES)
-    return Known(frozenset(name for name in names if _reads(code, name)), frozenset(words))
+    return frozenset(name for name in names if _reads(code, name)), frozenset(words)
 
 
 def effort_of(requested: str, template: str, can_reason: bool) -> Effort | None:
     """What ``requested`` comes to; ``None`` if it has no meaning for this model."""
-    known = known_to(template)
-    degrees = [name for name in DEGREES if name in known.variables]
+    known, words = known_to(template)
+    degrees = [name for name in DEGREES if name in known]
     if requested not in EFFORTS:
         return Effort(dict.fromkeys(degrees, requested)) if degrees else None
-    word = _nearest(requested, known.words)
+    word = _nearest(requested, words)
     variables: dict[str, Any] = dict.fromkeys(degrees, word) | thinking_switch(requested != "none", template)
-    if BUDGET in known.variables:
+    if BUDGET in known:
         variables[BUDGET] = BUDGETS.get(requested, -1)
-    if LOW in known.variables:
+    if LOW in known:
         variables[LOW] = requested in ("minimal", "low")
     tell = (*(DEGREES if word in OFF else ()), *SWITCHES, BUDGET) if requested == "none" else (*DEGREES, BUDGET, LOW)
-    is_told = not known.variables.isdisjoint(tell)
-    if not variables and not can_reason:
-        return Effort({}) if requested == "none" else None
-    return Effort(variables, BUDGETS.get(requested) if can_reason and not is_told else None)
+    if not variables and not can_reason and requested != "none":
+        return None
+    return Effort(variables, BUDGETS.get(requested) if can_reason and known.isdisjoint(tell) else None)
 
 
 def thinking_switch(is_on: bool, template: str) -> dict[str, Any]:
     """Variables that turn reasoning on or off; empty if ``template`` reads none."""
-    return {name: is_on for name in SWITCHES if name in known_to(template).variables}
+    return {name: is_on for name in SWITCHES if name in known_to(template)[0]}
 
 
 def _nearest(requested: str, words: frozenset[str]) -> str:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 from octavo.cache.kv_events import KVEvent
@@ -17,7 +17,7 @@ from octavo.engine.protocols import Adapters, OnLost
 from octavo.errors import CheckpointError, InvalidParameter
 from octavo.telemetry.cache_view import CacheView, SessionOrder, SessionReport
 from octavo.telemetry.request_events import Event
-from octavo.types import EngineInfo, EngineStats, Output, Request, TokenLogprobs, WeightOrder
+from octavo.types import EngineInfo, EngineStats, MemoryPart, Output, Request, TokenLogprobs, WeightOrder
 from octavo_fleet.backends.modelless import certain, make_info, refuse_what_needs_a_model
 from octavo_fleet.backends.toy_models import WORDS
 from octavo_fleet.backends.vocabulary import FIRST_WORD, VOCAB_SIZE, word_tokenizer
@@ -148,7 +148,7 @@ class InstantEngine:
     def sleep(self) -> None:
         """There is no memory to free."""
 
-    def wake(self) -> None:
+    def wake(self, parts: Collection[MemoryPart]) -> None:
         """There is no memory to restore."""
 
     def close(self) -> None:

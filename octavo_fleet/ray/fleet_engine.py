@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Collection
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -19,13 +20,7 @@ from octavo.sampling_params import SamplingParams
 from octavo.telemetry.cache_view import CacheView, SessionOrder, SessionReport
 from octavo.telemetry.counts import Condition, Timing
 from octavo.telemetry.metrics import Metrics
-from octavo.types import (
-    EngineInfo,
-    EngineStats,
-    FinishReason,
-    KVTransfer,
-    Request,
-)
+from octavo.types import MEMORY_PARTS, EngineInfo, EngineStats, FinishReason, KVTransfer, MemoryPart, Request
 from octavo_fleet.ray.messages import AnswerPart, decode_answer, decode_info, decode_report, encode
 from octavo_server.engines.engine_client import FIRST_WEIGHTS, OutputListener
 from octavo_server.engines.engine_stats import summed
@@ -127,7 +122,7 @@ class FleetEngine(RequestJournal):
         """Raises ``Unavailable``."""
         raise Unavailable("Replicas of Ray do not go step by step.")
 
-    async def wake_up(self) -> None:
+    async def wake_up(self, parts: Collection[MemoryPart] = MEMORY_PARTS) -> None:
         """Replicas are always awake."""
 
     def resume(self) -> None:

@@ -12,16 +12,15 @@ import asyncio
 import logging
 import sys
 import time
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Collection, Mapping
 
-from octavo.config import EngineConfig, ServeConfig, to_flat
+from octavo.config import ServeConfig
 from octavo.errors import InvalidParameter, RequestError, RequestFailed, Unavailable, Withdrawn
 from octavo.telemetry.cache_view import CacheView, SessionOrder, SessionReport
 from octavo.telemetry.counts import Condition, Timing
 from octavo.telemetry.metrics import Metrics
-from octavo.telemetry.request_events import Event
 from octavo.types import (
+    MEMORY_PARTS,
     AskReceiver,
     ChecksumWeights,
     DropTensors,
@@ -29,6 +28,7 @@ from octavo.types import (
     EngineStats,
     FinishReason,
     JoinGroup,
+    MemoryPart,
     ReceiveTensors,
     Request,
     TakeWeights,
@@ -41,7 +41,7 @@ from octavo_server.engines.engine_stats import TotalStats
 from octavo_server.engines.live_request import LiveRequest, adapters_of
 from octavo_server.engines.lora_adapters import AdapterTable, adapter_name, alias_of
 from octavo_server.engines.request_table import RequestJournal, had_grammars
-from octavo_server.engines.supervisor import Supervisor
+from octavo_server.engines.supervisor import Supervisor, engine_settings
 from octavo_server.observe.step_log import StepLog
 from octavo_server.observe.timelines import KVEventRing, Timelines
 
@@ -80,7 +80,7 @@ class AsyncEngine(RequestJournal):
         self.failure: str | None = None
         """Why requests are rejected: ``PATIENCE`` consecutive engine starts failed. ``None`` otherwise."""
         self.adapters = AdapterTable(config.model)
-        self._engine_settings = _engine_settings(config)
+        self._engine_settings = engine_settings(config)
         """Flat ``EngineConfig`` sent to the next engine process."""
         self._supervisor = Supervisor(
             argv or ENGINE_ARGV, self._engine_settings, config.server.engine_timeout, self, environment or {}
@@ -94,6 +94,8 @@ class AsyncEngine(RequestJournal):
         """Between the supervisor's ``on_up`` and ``on_down``."""
         self.sleep_level = 0
         """0 while the engine is awake; else that of the last ``sleep``, until an engine process is ready again."""
+        self.asleep = frozenset[MemoryPart]()
+        """Parts of its memory that nobody has woken yet; the first request wakes all of them."""
         self.on_wanted = self.start_waking
         """Called for each request that arrives while the engine sleeps."""
         self.is_waking = False
@@ -118,9 +120,7 @@ class AsyncEngine(RequestJournal):
         """During ``update_weights``: the folder to load again if the new one cannot be loaded."""
         self._next_version: str | None = None
         """That of the weights which the next engine process has, if it is another one."""
-        self._changing_weights = asyncio.Lock()
-        self._changing_sleep = asyncio.Lock()
-        self._changing_adapters = asyncio.Lock()
+        self._changing_weights, self._changing_sleep, self._changing_adapters = (asyncio.Lock() for _ in range(3))
         self._is_draining = False
         self._total_stats = TotalStats()
         self._cache_view: CacheView | None = None
@@ -161,8 +161,7 @@ class AsyncEngine(RequestJournal):
         engine wakes. Requests that arrive meanwhile wait, and then wake the engine.
         """
         async with self._changing_sleep:
-            has_process = self._supervisor.link is not None
-            if self.sleep_level and not self.is_waking and not (level > 1 and has_process):
+            if self.asleep == {*MEMORY_PARTS} and not (level > 1 and self._supervisor.link is not None):
                 self.sleep_level = level
                 return
             self._holds_new = True
@@ -173,6 +172,7 @@ class AsyncEngine(RequestJournal):
                 self._has_engine, self._cache_view = False, None
                 self._isolation.hold_all(self._live.values())
                 self.sleep_level, self.is_waking, self.failure = level, False, None
+                self.asleep = frozenset(MEMORY_PARTS)
                 logger.info("%s sleeps", self.metrics.model_name)
             finally:
                 self._holds_new = False
@@ -191,19 +191,34 @@ class AsyncEngine(RequestJournal):
         for live in self._live.values():
             self._forget(live)
 
-    async def wake_up(self) -> None:
-        """Wait until an engine process is ready, starting one if the engine sleeps. Raises ``Unavailable``."""
+    async def wake_up(self, parts: Collection[MemoryPart] = MEMORY_PARTS) -> None:
+        """Wait until an engine process is ready, starting one if the engine sleeps. Raises ``Unavailable``.
+
+        Until all ``parts`` were named it still sleeps; a process that was kept has no memory for the others.
+        """
         async with self._changing_sleep:
-            if self.sleep_level:
+            left = self.asleep - {*parts}
+            if self.sleep_level and not left:
                 self.on_wanted()
-        while self.sleep_level:
+            elif left and left != self.asleep:
+                if not await self._supervisor.wake_part(self.asleep - left):
+                    self.start_waking(left)
+                elif self.asleep:  # no request has come meanwhile, for which all wakes
+                    self.asleep, self._has_engine = left, True
+        while self.sleep_level and (self.is_waking or not left):
             if self.failure is not None or self._is_draining:
                 raise Unavailable("The engine does not start now.", retry_after=5)
             await asyncio.sleep(DRAIN_POLL_SECONDS)
 
-    def start_waking(self) -> None:
-        """Start an engine process if the engine sleeps; ``sleep_level`` is 0 when it is ready."""
-        if self.sleep_level and not self.is_waking and not self._is_draining:
+    def start_waking(self, left: frozenset[MemoryPart] = frozenset()) -> None:
+        """Start an engine process if the engine sleeps. Unless parts are ``left``, ``sleep_level`` is then 0."""
+        if not self.sleep_level or self._is_draining:
+            return
+        self.asleep = left
+        if not left and self._up is not None and not self._supervisor.is_asleep:
+            self.sleep_level = 0
+            self._admit_waiting()
+        elif not self.is_waking:
             self.is_waking, self.since = True, time.monotonic()
             logger.info("%s wakes; waiting requests: %d", self.metrics.model_name, self.num_live)
             self._supervisor.wake()
@@ -256,9 +271,7 @@ class AsyncEngine(RequestJournal):
     async def order_weights(self, order: JoinGroup | ReceiveTensors | DropTensors) -> None:
         """Have the engine process receive weights, and wait until it has. Raises ``InvalidParameter``."""
         async with self._changing_weights:
-            if self.sleep_level:
-                await self.wake_up()
-            link = self._ready_link()
+            link = await self._link_with_weights()
             self.has_received = isinstance(order, ReceiveTensors)
             error, is_busy = await link.order_weights(order)
             while is_busy and not error:
@@ -267,12 +280,15 @@ class AsyncEngine(RequestJournal):
             if error:
                 raise InvalidParameter("update_info", error)
 
+    async def _link_with_weights(self) -> EngineLink:
+        if not self._has_weights:
+            await self.wake_up()
+        return self._ready_link()
+
     async def weight_checksums(self) -> dict[str, str]:
         """SHA-256 of the weights in memory, by rank and place in the model. Raises ``InvalidParameter``."""
         async with self._changing_weights:
-            if self.sleep_level:
-                await self.wake_up()
-            link = self._ready_link()
+            link = await self._link_with_weights()
             error, _ = await link.order_weights(ChecksumWeights())
             if error:
                 raise InvalidParameter("action", f"There are no checksums: {error}.")
@@ -298,7 +314,7 @@ class AsyncEngine(RequestJournal):
             return "this engine cannot"
         async with self._changing_sleep:
             link = self._up
-            if self.sleep_level or link is None:
+            if not self._has_weights or link is None:
                 return "the engine sleeps or restarts"
             self._holds_new = True
             try:
@@ -390,7 +406,12 @@ class AsyncEngine(RequestJournal):
     @property
     def _is_holding(self) -> bool:
         """Whether new requests wait, although there is an engine process."""
-        return self._holds_new or self.is_paused
+        return self._holds_new or self.is_paused or self.sleep_level > 0
+
+    @property
+    def _has_weights(self) -> bool:
+        """Whether the weights are awake."""
+        return not self.sleep_level or (self._up is not None and self.asleep == {"kv_cache"})
 
     def _condition(self) -> Condition:
         adapters = adapters_of(self._live.values())
@@ -481,8 +502,7 @@ class AsyncEngine(RequestJournal):
                 self._fail(live, error)
 
     def _ready_link(self) -> EngineLink:
-        link = self._up
-        if link is None:
+        if (link := self._up) is None:
             raise Unavailable("The engine is restarting.", retry_after=5)
         return link
 
@@ -520,7 +540,7 @@ class AsyncEngine(RequestJournal):
         if self.is_waking:
             self.wake_seconds = now - self.since
         self.since = now
-        self.sleep_level, self.is_waking = 0, False
+        self.sleep_level, self.is_waking = self.sleep_level if self.asleep else 0, False
         self._info = self.metrics.info = info
         if self.adapters.is_enabled:
             self._engine_settings["lora_modules"] = None  # ``prepare`` loads them into the next process
@@ -567,28 +587,11 @@ class AsyncEngine(RequestJournal):
         if step.kv_events:
             for sink in self._kv_event_sinks:
                 sink.add(step.kv_events)
-        live_requests = self._live
         for output in step.outputs:
-            live = live_requests.get(output.request_id)
-            if live is not None:
+            if (live := self._live.get(output.request_id)) is not None:
                 self._deliver(live, output, now)
         for refusal in step.refusals:
-            live = live_requests.get(refusal.request_id)
-            if live is not None:
+            if (live := self._live.get(refusal.request_id)) is not None:
                 live.is_submitted = False
                 self._fail(live, refusal.as_error())
         self._admit_waiting()
-
-    def _note_computed(self, events: list[Event]) -> None:
-        for event in events:
-            if event.kind == "chunk" and (live := self._live.get(event.request_id)) is not None:
-                live.note_computed(event.start + event.tokens)
-
-
-def _engine_settings(config: ServeConfig) -> dict[str, Any]:
-    """Flat ``EngineConfig``. Folders of weight updates need have neither configuration nor tokenizer."""
-    model, settings = config.model, to_flat(config, EngineConfig)
-    if config.server.weight_updates_dir is not None:
-        settings["hf_config_path"] = model.hf_config_path or model.model
-        settings["tokenizer"] = model.tokenizer or model.model
-    return settings

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Literal, NamedTuple, Protocol
 
 from octavo.cache.kv_events import KVEvent
@@ -11,11 +11,13 @@ from octavo.errors import RequestError
 from octavo.telemetry.cache_view import CacheView, SessionOrder, SessionReport
 from octavo.telemetry.metrics import Metrics
 from octavo.types import (
+    MEMORY_PARTS,
     DropTensors,
     EngineInfo,
     EngineStats,
     FinishReason,
     JoinGroup,
+    MemoryPart,
     Output,
     ReceiveTensors,
     Request,
@@ -122,7 +124,7 @@ class EngineClient(Monitored, Protocol):
         ...
 
     async def sleep(self, level: int = 1, mode: SleepMode = "wait") -> None: ...
-    async def wake_up(self) -> None: ...
+    async def wake_up(self, parts: Collection[MemoryPart] = MEMORY_PARTS) -> None: ...
     @property
     def is_paused(self) -> bool: ...
     @property

@@ -151,8 +151,8 @@ class EngineLoop:
                 self.channel.send(wire.AdapterDone(self.generation, name))
             case wire.Sleep():
                 self._answer_sleep(True, self.engine.sleep)
-            case wire.Wake():
-                self._answer_sleep(False, self.engine.wake)
+            case wire.Wake(parts=woken):
+                self._answer_sleep(False, functools.partial(self.engine.wake, woken))
             case wire.Settle(clears_cache=clears_cache):
                 if clears_cache:
                     self.engine.clear_cache()

@@ -5,12 +5,13 @@ from __future__ import annotations
 import itertools
 import logging
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from octavo.errors import CANCELLATIONS, RequestError, RequestFailed
 from octavo.server_settings import ServerSettings
 from octavo.telemetry.metrics import Metrics
+from octavo.telemetry.request_events import Event
 from octavo.types import REPETITION, FinishReason, Output
 from octavo_server.engines.engine_client import LiveProgress
 from octavo_server.engines.live_request import LiveRequest
@@ -93,6 +94,11 @@ class RequestJournal:
         self.metrics.observe_end(live.timing, counted, *sizes, request.max_tokens)
         if self.tracing is not None:
             self.tracing.end(live, reason, self.timelines)
+
+    def _note_computed(self, events: Iterable[Event]) -> None:
+        for event in events:
+            if event.kind == "chunk" and (live := self._live.get(event.request_id)) is not None:
+                live.note_computed(event.start + event.tokens)
 
     def _fail(self, live: LiveRequest, error: RequestError) -> None:
         """End a request with an error, and notify its listener, unless the listener of another one has aborted it."""

@@ -20,12 +20,13 @@ import logging
 import math
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
+from octavo.config import EngineConfig, ServeConfig, to_flat
 from octavo.errors import CANCELLATIONS, OctavoError
 from octavo.system.process_exit import processor_time
-from octavo.types import EngineInfo
+from octavo.types import MEMORY_PARTS, EngineInfo, MemoryPart
 from octavo_server.engines import wire
 from octavo_server.engines.engine_link import EngineLink
 
@@ -107,6 +108,8 @@ class Supervisor:
         self.link: EngineLink | None = None
         """The current engine process, ready or not; ``None`` before the first and after a ``sleep``
         that ended it."""
+        self.is_asleep = False
+        """Whether it has freed its memory, and has not been told to wake as a whole."""
         self.num_hangs = 0
         self.generation = 0
         self._argv = argv
@@ -155,11 +158,18 @@ class Supervisor:
             except TimeoutError:
                 error = f"it is not asleep after {SLEEP_SECONDS:g} s"
             if not error:
+                self.is_asleep = True
                 return True
             logger.warning("the engine process ends instead of sleeping: %s", error)
         await self._end(grace)
-        self.link = None
+        self.link, self.is_asleep = None, False
         return False
+
+    async def wake_part(self, parts: Collection[MemoryPart]) -> bool:
+        """Wake a part of a process that sleeps; return whether there is one, and it did. Else ``wake`` starts one."""
+        if self.link is None or not self.is_asleep:
+            return False
+        return not await self.link.change_sleep(wire.Wake(self.generation, [*parts]))
 
     def wake(self) -> None:
         """Wake the engine process after ``sleep``, or start one, with retries until one is ready."""
@@ -185,13 +195,14 @@ class Supervisor:
         link.disconnect()
 
     async def _wake(self) -> None:
-        if self.link is None or not await self._wake_process(self.link):
+        link, is_asleep, self.is_asleep = self.link, self.is_asleep, False
+        if link is None or not is_asleep or not await self._wake_process(link):
             await self._restart()
         await self._keep_running()
 
     async def _wake_process(self, link: EngineLink) -> bool:
         """Wake a process that sleeps; return whether it is awake. If not, it is gone."""
-        error = await link.change_sleep(wire.Wake(link.generation))
+        error = await link.change_sleep(wire.Wake(link.generation, [*MEMORY_PARTS]))
         if not error:
             self._owner.on_up(await link.ready)
             return True
@@ -308,3 +319,12 @@ class Supervisor:
                 link.kill()
             else:
                 link.send(wire.Ping(link.generation))
+
+
+def engine_settings(config: ServeConfig) -> dict[str, Any]:
+    """Flat ``EngineConfig``. Folders of weight updates need have neither configuration nor tokenizer."""
+    model, settings = config.model, to_flat(config, EngineConfig)
+    if config.server.weight_updates_dir is not None:
+        settings["hf_config_path"] = model.hf_config_path or model.model
+        settings["tokenizer"] = model.tokenizer or model.model
+    return settings

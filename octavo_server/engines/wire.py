@@ -28,7 +28,7 @@ from octavo.errors import (
 )
 from octavo.telemetry.cache_view import CacheView, SessionOrder, SessionReport
 from octavo.telemetry.request_events import Event
-from octavo.types import EngineInfo, EngineStats, Output, Request, WeightOrder
+from octavo.types import EngineInfo, EngineStats, MemoryPart, Output, Request, WeightOrder
 
 MAX_FRAME_BYTES = 1 << 30
 """A text of 32,768 tokens has vectors of 512 MiB, with 4,096 numbers each."""
@@ -95,12 +95,14 @@ class UnloadAdapter(Message, tag="unload_adapter", gc=False):
 
 
 class Sleep(Message, tag="sleep", gc=False):
-    """Free the device's memory, as there is no request left; answered with a ``SleepDone``. Only ``Wake`` or ``Stop``
-    may follow."""
+    """Free the device's memory, as there is no request left; answered with a ``SleepDone``. Until all is awake,
+    no request may follow; once its weights are, ``OrderWeights`` may."""
 
 
 class Wake(Message, tag="wake", gc=False):
-    """Undo ``Sleep``; answered with a ``SleepDone``."""
+    """Undo ``Sleep`` for some parts of the memory; answered with a ``SleepDone``."""
+
+    parts: list[MemoryPart]
 
 
 class Settle(Message, tag="settle", gc=False):

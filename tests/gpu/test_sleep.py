@@ -55,7 +55,9 @@ def sleep_and_wake(llm: LLM) -> dict[str, float]:
     awake, started = free_bytes(), time.perf_counter()
     llm.engine.sleep()
     asleep, reserved, slept = free_bytes(), torch.cuda.memory_reserved(), time.perf_counter()
-    llm.engine.wake()
+    llm.wake_up(tags=["weights"])
+    without_cache = free_bytes()
+    llm.wake_up()
     woken = time.perf_counter()
     llm.generate([[1, 2, 3]], SamplingParams(temperature=0, max_tokens=1))
     answered = time.perf_counter()
@@ -64,6 +66,7 @@ def sleep_and_wake(llm: LLM) -> dict[str, float]:
         "wake_s": round(woken - slept, 3),
         "wake_and_answer_s": round(answered - slept, 3),
         "freed_gib": round((asleep - awake) / GIB, 3),
+        "freed_with_weights_gib": round((without_cache - awake) / GIB, 3),
         "reserved_asleep_gib": round(reserved / GIB, 3),
     }
 
@@ -103,6 +106,7 @@ def test_an_8b_model_frees_its_memory_and_wakes_within_two_seconds(tmp_path: Pat
             assert tokens_of(llm) == expected
     print("\n" + "\n".join(map(json.dumps, figures)))
     assert min(each["freed_gib"] for each in figures) > 14.9 + 4
+    assert all(3.9 < each["freed_with_weights_gib"] < 5 for each in figures), "the cache"
     assert max(each["wake_s"] for each in figures) < 2
 
 

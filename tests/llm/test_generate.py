@@ -234,3 +234,9 @@ def test_closing_closes_the_engine_once(tiny_checkpoint: Path, monkeypatch: pyte
         engine = llm.engine
     llm.close()
     assert closed == [engine]
+
+
+def test_what_can_be_woken_is_refused_by_name(llm: LLM) -> None:
+    with pytest.raises(InvalidParameter, match="'tags' must be of weights, kv_cache, not 'graphs'"):
+        llm.wake_up(tags=["weights", "graphs"])  # type: ignore[list-item]
+    llm.wake_up(tags=["weights"])  # which is awake

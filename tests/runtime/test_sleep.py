@@ -11,13 +11,14 @@ import pytest
 import torch
 
 from octavo.engine.runner.graph_dispatcher import GraphDispatcher
-from octavo.errors import RunnerError
+from octavo.errors import CheckpointError, RunnerError, Unavailable
 from octavo.ops import dispatch
 from octavo.ops.dispatch import REFERENCE
 from octavo.runtime import sleeping_memory
 from octavo.runtime.sleeping_memory import SleepingMemory, device_tensors
 from octavo.steps.graph_shapes import GraphLimits, StepShape, first_shapes, graph_shapes
-from octavo.steps.messages import Compile, Step
+from octavo.steps.messages import Compile, ReadChecksums, Step
+from octavo.types import MEMORY_PARTS, MemoryPart
 from octavo_bench.offline import wait_until_prepared
 from tests.runtime.making import CPU
 from tests.runtime.test_model_runner import Loaded, requests, run, tokens_of
@@ -65,6 +66,20 @@ def test_every_tensor_that_an_object_refers_to_is_freed_and_restored() -> None:
         expected[1] += 1
 
 
+def test_weights_and_cache_are_restored_one_after_the_other() -> None:
+    owner, memory, pool = Owner(), SleepingMemory(CPU), torch.empty(512)
+    expected = owner.weight.clone()
+    orders: list[tuple[MemoryPart, MemoryPart]] = [("weights", "kv_cache"), ("kv_cache", "weights")]
+    for first, second in orders:
+        memory.free((owner, pool), [pool])
+        memory.restore([first])
+        sizes = {"weights": owner.weight.untyped_storage().nbytes(), "kv_cache": pool.untyped_storage().nbytes()}
+        assert (sizes[first] > 0, sizes[second]) == (True, 0)
+        memory.restore([second])
+        assert torch.equal(owner.weight, expected)
+        assert pool.untyped_storage().nbytes() == 2048
+
+
 def test_nothing_is_freed_if_the_host_has_too_little_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sleeping_memory, "free_memory", lambda *_: 1000)
     owner = Owner()
@@ -86,6 +101,35 @@ def test_an_engine_that_slept_gives_the_same_tokens(loaded: Loaded) -> None:
     engine.wake()
     assert tokens_of(run(engine, requests(6))) == expected
     engine.check()
+
+
+def test_weights_can_be_loaded_before_there_is_a_cache(loaded: Loaded) -> None:
+    engine: Any = stream_engine(loaded)
+    engine.sleeper = runner = engine.runner
+    expected, checksums = tokens_of(run(engine, requests(6))), runner.send(ReadChecksums()).wait()
+    for _ in range(2):
+        engine.sleep()
+        engine.wake(["weights"])
+        assert runner.send(ReadChecksums()).wait() == checksums  # as messages that change them are executed
+        assert not any(pool.untyped_storage().nbytes() for pool in runner.executor._pool)
+        with pytest.raises(Unavailable, match="sleeps"):
+            engine.add(requests(1)[0])
+    engine.wake(["weights"])  # it is awake
+    engine.wake(["kv_cache"])
+    engine.wake()
+    assert tokens_of(run(engine, requests(6))) == expected
+    engine.check()
+
+
+def test_sleeping_weights_are_not_written_over(loaded: Loaded) -> None:
+    engine: Any = stream_engine(loaded)
+    engine.sleeper, engine.weights = engine.runner, object()
+    engine.sleep()
+    for parts in ([], ["kv_cache"]):
+        engine.wake(parts)
+        with pytest.raises(CheckpointError, match="weights sleep"):
+            engine.load_weights("")
+    engine.wake()
 
 
 def _is_host_copy(executor: Any, storage: torch.UntypedStorage) -> bool:
@@ -116,7 +160,7 @@ def test_graphs_are_captured_again_the_first_ones_at_once_and_the_others_when_it
     waiting.start()  # as the thread does that prepares graphs after startup
     waiting.join(0.05)
     assert waiting.is_alive(), "a message was sent while the executor slept"
-    runner.wake()
+    runner.wake(MEMORY_PARTS)
     waiting.join()
     assert captured[: len(first)] == first
     wait_until_prepared()
@@ -129,6 +173,6 @@ def test_a_closed_engine_captures_no_more_graphs(loaded: Loaded) -> None:
     graphs: Any = GraphDispatcher(GraphLimits(8, 32))
     runner.sleep()
     runner.close()  # waits for no waking
-    runner.wake()
+    runner.wake(MEMORY_PARTS)
     graphs.capture_when_idle(runner, first_shapes(GraphLimits(8, 32)).pop())
     assert not graphs._captured

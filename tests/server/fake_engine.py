@@ -13,6 +13,7 @@ import struct
 import sys
 import threading
 import time
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from octavo.types import (
     EngineInfo,
     EngineStats,
     JoinGroup,
+    MemoryPart,
     Output,
     ReceiveTensors,
     Request,
@@ -235,7 +237,7 @@ class FakeEngine(InstantEngine):
         if self.knobs.sleep_error:
             raise errors.RunnerError(self.knobs.sleep_error)
 
-    def wake(self) -> None:
+    def wake(self, parts: Collection[MemoryPart]) -> None:
         if self.knobs.wake_error:
             raise MemoryError(self.knobs.wake_error)
 

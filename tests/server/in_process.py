@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 
 import msgspec
@@ -18,7 +18,17 @@ from octavo.config import ModelSettings
 from octavo.errors import QueueFull, RequestError, Unavailable
 from octavo.telemetry.cache_view import CacheView, SessionOrder, SessionReport
 from octavo.telemetry.metrics import Metrics
-from octavo.types import DropTensors, EngineInfo, EngineStats, FinishReason, JoinGroup, ReceiveTensors, Request
+from octavo.types import (
+    MEMORY_PARTS,
+    DropTensors,
+    EngineInfo,
+    EngineStats,
+    FinishReason,
+    JoinGroup,
+    MemoryPart,
+    ReceiveTensors,
+    Request,
+)
 from octavo_fleet.backends.vocabulary import SPECIAL, TEMPLATE, byte_tokenizer  # noqa: F401 (for the tests)
 from octavo_server.engines.engine_client import FIRST_WEIGHTS, LiveProgress, OutputListener, SleepMode
 from octavo_server.engines.lora_adapters import AdapterTable
@@ -59,6 +69,7 @@ class InProcessEngine:
     max_model_len: int = MAX_MODEL_LEN
     num_restarts: int = 0
     sleep_level: int = 0
+    asleep: set[MemoryPart] = field(default_factory=set)
     sleep_modes: list[SleepMode] = field(default_factory=list)
     """Of every call of ``sleep`` and of ``pause``."""
     is_paused: bool = False
@@ -135,11 +146,12 @@ class InProcessEngine:
         self.paces.append(steps)
 
     async def sleep(self, level: int = 1, mode: SleepMode = "wait") -> None:
-        self.sleep_level = level
+        self.sleep_level, self.asleep = level, {*MEMORY_PARTS}
         self.sleep_modes.append(mode)
 
-    async def wake_up(self) -> None:
-        self.sleep_level = 0
+    async def wake_up(self, parts: Collection[MemoryPart] = MEMORY_PARTS) -> None:
+        self.asleep -= {*parts}
+        self.sleep_level = self.sleep_level if self.asleep else 0
 
     async def pause(self, mode: SleepMode = "abort") -> None:
         self.is_paused = True

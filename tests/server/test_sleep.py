@@ -10,11 +10,13 @@ import pytest
 
 from octavo.errors import RequestError, Unavailable
 from octavo.sampling_params import SamplingParams
-from octavo.types import Request
+from octavo.types import MEMORY_PARTS, MemoryPart, Request
 from octavo_server.engines.async_engine import AsyncEngine
 from tests.server.child_engine import SLOW, Recorder, assert_right, finish, kill, running, send, until
 from tests.server.in_process import InProcessEngine
 from tests.tiers import one_in
+
+ORDERS: list[tuple[MemoryPart, MemoryPart]] = [("weights", "kv_cache"), ("kv_cache", "weights")]
 
 
 def process_of(engine: AsyncEngine) -> str:
@@ -207,6 +209,89 @@ def test_an_engine_that_is_put_to_sleep_while_it_wakes_sleeps() -> None:
     asyncio.run(main())
 
 
+def test_weights_and_cache_wake_one_after_the_other() -> None:
+    async def main(keeps_process: bool) -> None:
+        async with running(sleeps=keeps_process, changes_weights=True) as engine:
+            pid = engine.pid
+            for first, second in ORDERS:
+                await engine.sleep()
+                await engine.wake_up([first])
+                assert (engine.sleep_level, engine.asleep, engine.is_waking) == (1, {second}, False)
+                assert 'sleep_state="weights_offloaded"} 1.0' in engine.metrics.render().decode()
+                awake = engine.pid
+                assert awake is not None
+                assert (awake == pid) is keeps_process
+                if first == "weights":
+                    await engine.update_weights('{"weights": 0}', f"after {first}")
+                    assert (engine.sleep_level, engine.pid) == (1, awake), "they are written over"
+                await engine.wake_up([first])
+                assert engine.sleep_level == 1
+                await engine.wake_up([second])
+                assert (engine.sleep_level, engine.asleep, engine.pid) == (0, set(), awake)
+                stream = send(engine)
+                await finish([stream])
+                assert_right([stream])
+            assert engine.num_restarts == 0
+
+    for keeps_process in (True, False):
+        asyncio.run(main(keeps_process))
+
+
+@pytest.mark.parametrize("keeps_process", [True, False])
+@pytest.mark.parametrize("first", MEMORY_PARTS)
+def test_a_request_wakes_all_of_an_engine_that_is_partly_awake(keeps_process: bool, first: MemoryPart) -> None:
+    async def main() -> None:
+        async with running(sleeps=keeps_process) as engine:
+            await engine.sleep()
+            await engine.wake_up([first])
+            stream = send(engine)
+            await finish([stream])
+            assert_right([stream])
+            assert (engine.sleep_level, engine.asleep) == (0, set())
+            await engine.sleep()
+            waking = asyncio.create_task(engine.wake_up([first]))  # and one that comes while a part wakes
+            await asyncio.sleep(0)
+            stream = send(engine)
+            await finish([stream])
+            await waking
+            assert_right([stream])
+            assert (engine.sleep_level, engine.asleep) == (0, set())
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("keeps_process", [True, False])
+def test_an_engine_that_is_partly_awake_may_sleep_again_and_be_stopped(keeps_process: bool) -> None:
+    async def main() -> None:
+        async with running(sleeps=keeps_process) as engine:
+            for level in (1, 2):
+                await engine.sleep()
+                await engine.wake_up(["weights"])
+                await engine.sleep(level)
+                assert (engine.sleep_level, engine.asleep) == (level, {*MEMORY_PARTS})
+                assert (engine.pid is not None) is (keeps_process and level == 1)
+            await engine.wake_up(["weights"])
+            await engine.stop(0)
+            with pytest.raises(Unavailable):
+                await engine.wake_up()
+
+    asyncio.run(main())
+
+
+def test_a_process_that_cannot_wake_in_parts_is_replaced() -> None:
+    async def main() -> None:
+        async with running(sleeps=True, wake_error="no memory") as engine:
+            pid = engine.pid
+            await engine.sleep()
+            await engine.wake_up(["weights"])
+            assert (engine.sleep_level, engine.asleep) == (1, {"kv_cache"})
+            assert engine.pid not in (None, pid)
+            await engine.wake_up(["kv_cache"])
+            assert engine.sleep_level == 0
+
+    asyncio.run(main())
+
+
 def test_the_routes(serve_app: Any) -> None:
     engine = InProcessEngine()
     client = serve_app(engine, enable_sleep_mode=True).client
@@ -216,6 +301,9 @@ def test_the_routes(serve_app: Any) -> None:
     assert (engine.sleep_level, engine.sleep_modes) == (2, ["wait", "abort"])
     assert client.get("/is_sleeping").json() == {"is_sleeping": True}
     assert client.post("/wake_up?tags=weights&tags=kv_cache").json() == {"is_sleeping": False}
+    client.post("/sleep")
+    assert client.post("/wake_up?tags=weights").json() == {"is_sleeping": True}
+    assert client.post("/resume_memory_occupation", json={"tags": ["kv_cache"]}).json() == {"is_sleeping": False}
     assert "'tags' must be of weights, kv_cache." in client.post("/wake_up?tags=graphs").json()["error"]["message"]
     for query, field in (("level=3", "level"), ("mode=now", "mode")):
         error = client.post(f"/sleep?{query}").json()["error"]

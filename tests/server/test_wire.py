@@ -26,7 +26,7 @@ TO_ENGINE: list[wire.ToEngine] = [
     wire.Ping(2),
     wire.Stop(2),
     wire.Sleep(2),
-    wire.Wake(2),
+    wire.Wake(2, ["weights"]),
     wire.OrderSessions(2, SessionOrder("list", None)),
 ]
 FROM_ENGINE: list[wire.FromEngine] = [

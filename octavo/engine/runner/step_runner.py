@@ -8,7 +8,7 @@ import threading
 import time
 import uuid
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
@@ -44,7 +44,7 @@ from octavo.steps.messages import (
     WriteState,
 )
 from octavo.system.background_threads import stop_if_ending
-from octavo.types import GroupBlocks, HeldState, Masks, Plan, Request, Sampled, Scheduled, Sequence
+from octavo.types import GroupBlocks, HeldState, Masks, MemoryPart, Plan, Request, Sampled, Scheduled, Sequence
 
 SECONDS_BETWEEN_LOOKS = 0.1
 """Of a thread that waits for its turn to send."""
@@ -99,12 +99,14 @@ class StepRunner:
         self._num_unfinished = 0
         self._last_finish = 0.0
         self.is_closed = False
-        self._is_asleep = False
+        self._asleep = set[MemoryPart]()
         self.on_wake: Callable[[], None] = lambda: None
         """Called when the executor is awake again and has lost its graphs."""
 
     def send(self, message: Message) -> Reply[Any]:
         """Send ``message`` to the executor, which executes it after all earlier ones."""
+        if self._asleep and isinstance(message, LoadWeights | ReadChecksums):  # of the thread that made it sleep
+            return self.executor.send(message)
         with self._turn():
             return self.executor.send(message)
 
@@ -214,30 +216,36 @@ class StepRunner:
         """Send no more dummy steps. A capture that is under way ends first: what other engines of this process did
         meanwhile, such as waiting for the device, would break it, and break the memory's allocator with it."""
         self.is_closed = True
-        if not self._is_asleep:
+        if not self._asleep:
             with self._sending:
                 pass
 
     # ---- sleep
 
     def sleep(self) -> None:
-        """See ``Sleeper``. All messages of other threads wait until ``wake``."""
+        """See ``Sleeper``. All messages of other threads wait until all is awake."""
+        if self._asleep:
+            self.wake(self._asleep)
         self._sending.acquire()
         try:
             self.executor.send(Sleep()).wait()
-            self._is_asleep = True
+            self._asleep = {"weights", "kv_cache"}
         except BaseException:
             self._sending.release()
             raise
 
-    def wake(self) -> None:
+    def wake(self, parts: Collection[MemoryPart]) -> None:
         """See ``Sleeper``."""
+        woken, left = self._asleep.intersection(parts), set[MemoryPart]()
         try:
-            self.executor.send(Wake()).wait()
+            self.executor.send(Wake(sorted(woken))).wait()
+            left = self._asleep - woken
         finally:
-            self._is_asleep = False
-            self._sending.release()
-        self.on_wake()
+            self._asleep = left
+            if not left:
+                self._sending.release()
+        if not left:
+            self.on_wake()
 
 
 WARM_UP_TOKENS = 16

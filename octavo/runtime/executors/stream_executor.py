@@ -175,9 +175,9 @@ class StreamExecutor:
                 return Done(self._tune(message))
             case Sleep():
                 return self._sleep()
-            case Wake():
+            case Wake(parts=parts):
                 with torch.inference_mode():
-                    self._memory.restore()
+                    self._memory.restore(parts)
         return Done(None)
 
     # ---- steps
