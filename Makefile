@@ -12,6 +12,7 @@ TORCH ?= torch==2.13.0
 TRITON ?= triton==3.6.0
 SCHEMAS ?= jsonschema==4.26.0
 FUNCTIONS ?= bfcl-eval==2026.3.23
+SKYRL ?= skyrl==0.3.0
 AXE ?= axe-core@4.14.1
 
 # Prints its argument where there are wheels of Triton and torch has none of its own.
@@ -128,6 +129,7 @@ $(CLIENTS)/.done: $(wildcard tests/clients/requirements/*.txt) tests/clients/pac
 	  $(CLIENTS)/main/bin/uv pip install --python $(CLIENTS)/$$name/bin/python -r tests/clients/requirements/$$name.txt || exit 1; \
 	done
 	$(CLIENTS)/main/bin/uv pip install --python $(CLIENTS)/main/bin/python --no-deps "$(FUNCTIONS)"
+	$(CLIENTS)/main/bin/uv pip install --python $(CLIENTS)/trainers/bin/python --no-deps "$(SKYRL)"
 	$(CLIENTS)/main/bin/python -m pip --disable-pip-version-check download --no-deps --no-binary jsonschema -d $(CLIENTS) "$(SCHEMAS)"
 	tar -xzf $(CLIENTS)/jsonschema-*.tar.gz -C $(CLIENTS)
 	cp tests/clients/package.json $(CLIENTS)/
