@@ -48,13 +48,13 @@ def expert_configs(
 
 def takes_pairs(ids_TS: Tensor, experts: GroupedExperts) -> bool:
     """Whether each pair has programs of its own: most have an expert for themselves, and read little."""
-    T, P = len(ids_TS), ids_TS.numel()
-    if T > 1 and (experts.num_routed or experts.num_experts) < 2 * P:
+    num_tokens, num_pairs = len(ids_TS), ids_TS.numel()
+    if num_tokens > 1 and 2 * num_pairs > (experts.num_routed or experts.num_experts):
         return False
     are_dear = experts.gate_up.minima_GN is not None or experts.gate_up.group == HALF
     entries = sum(packed.shape[0] * packed.shape[1] for packed in (experts.gate_up, experts.down))
     few, most = (1, MOST_ENTRIES // 2) if are_dear else (FEW_TOKENS, MOST_ENTRIES)
-    return T <= few or P * entries <= most * experts.num_experts
+    return num_tokens <= few or num_pairs * entries <= most * experts.num_experts
 
 
 def _of_one(packed: PackedGroups, num_experts: int, is_gated: bool, dtype: torch.dtype) -> GroupedProduct:

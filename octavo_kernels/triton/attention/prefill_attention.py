@@ -4,6 +4,10 @@ A program computes a tile of rows for one kv head: some tokens, each with the G 
 that a key is loaded once for all of them. The softmax is taken while walking over the keys (Dao et al., arXiv
 2205.14135; running maximum and sum after Milakov and Gimelshein, arXiv 1805.02867), in powers of two.
 
+Where there are fewer tiles than programs, as of a short prompt behind a long context, several programs share the keys
+of a tile ("Flash-Decoding", Dao et al., 2023), and the last to finish combines their sums in the order of positions.
+The device tells how many: the host knows shapes alone.
+
 Shapes: T tokens, S sequences, N heads, K kv heads, G = N / K, H head dim, M rows of a tile, C keys of a tile.
 """
 
@@ -21,10 +25,25 @@ from octavo.ops.collective import WHOLE_CONTEXT, ContextPart
 from octavo_kernels.triton.attention.cached_rows import least_width, load_rows, row_assembly, run_of, turned_back
 from octavo_kernels.triton.attention.decode_attention import extent_of, sinks_stride
 from octavo_kernels.triton.attention.decode_qkv import load_scales
-from octavo_kernels.triton.launch import MOST_BESIDE, after_predecessor, launch, num_multiprocessors, shared_bytes
-from octavo_kernels.triton.split_sums import LOG2_E, NO_SCORE, part_count, store_log
+from octavo_kernels.triton.launch import (
+    MOST_BESIDE,
+    after_predecessor,
+    counters,
+    is_invariant,
+    launch,
+    num_multiprocessors,
+    shared_bytes,
+)
+from octavo_kernels.triton.split_sums import LOG2_E, NO_SCORE, add_parts, leave_part, part_count, store_log
 
 MAX_HEAD_DIM = 512
+
+MOST_SLOTS = 1024
+"""Parts of tiles, of all kv heads."""
+WIDEST_SHARED = 128
+"""Head dim up to which tiles are shared: sums of wider ones take all registers of the program that combines them."""
+LEAST_SHARE = tl.constexpr(512)
+"""Keys of a part."""
 
 
 class PrefillTile(NamedTuple):
@@ -99,6 +118,11 @@ def prefill_attention(
     rows = max(config.rows, triton.next_power_of_2(group))
     full, at_once = T // (rows // group), triton.cdiv(RESIDENT * num_multiprocessors(q_TNH.device), K)
     programs = min(full + min(S, max(MAX_SPARE, at_once - full)), MOST_BESIDE)
+    can_share = not (window or is_invariant()) and part.size == 1 and head_block <= WIDEST_SHARED
+    slots = min(2 * num_multiprocessors(q_TNH.device), MOST_SLOTS) // K if can_share else 0
+    if slots < 2 * max(1, full):  # no tile could have two parts
+        slots = 0
+    programs, shares = max(programs, slots), K * slots * rows
     run = run_of(k_cache, H)
     scale /= max(1, run)
     cap_in = 2 * LOG2_E.value * scale / softcap if softcap else 0.0  # capped scores need no further scale
@@ -107,6 +131,8 @@ def prefill_attention(
         _prefill_kernel, (K, programs),
         q_TNH, k_cache, v_cache, out_TNH, block_tables_SB, cu_seqlens_q, seq_lens_S, sinks_N, slopes_N, bias_TNE,
         *(scales or (None, None)),
+        *(torch.empty(shares * size, dtype=torch.float32, device=q_TNH.device) if slots else None for size in (H, 1)),
+        counters(q_TNH.device, MOST_SLOTS) if slots else None, slots,
         extent_of(bias_TNE), sinks_stride(sinks_N), 1.0 if softcap else LOG2_E.value * scale, cap_in,
         LOG2_E.value * softcap, window, S,
         q_TNH.stride(0), out_TNH.stride(0), block_tables_SB.stride(0), *k_cache.stride()[:2], *v_cache.stride()[:2],
@@ -114,7 +140,8 @@ def prefill_attention(
         GROUP=group, H=H, HEAD_BLOCK=head_block, BLOCK_SIZE=block_size, SLOT_STRIDE=k_cache.shape[3], ROWS=rows,
         KEYS=config.keys, RUN=run, ASSEMBLY=row_assembly(k_cache, q_TNH.dtype),
         SEQUENCES=max(128, triton.next_power_of_2(S)), SKIP_SINGLE=skip_single, HAS_WINDOW=window > 0,
-        HAS_SOFTCAP=softcap > 0, STAGES=config.stages, num_warps=config.warps, maxnreg=config.registers,
+        HAS_SOFTCAP=softcap > 0, SHARED=slots > 0, STAGES=config.stages, num_warps=config.warps,
+        maxnreg=config.registers,
     )
     # fmt: on
     return out_TNH
@@ -126,20 +153,24 @@ def config_for(element: int, head_block: int, room: int) -> PrefillTile:
     return WIDE_HEADS[size] if size in WIDE_HEADS and room < LEAST_SHARED else CONFIGS[size]
 
 
-@triton.jit(do_not_specialize=["S", "table_stride"])
+@triton.jit(do_not_specialize=["S", "table_stride", "slots"])
 def _prefill_kernel(
     q_ptr: tl.tensor, k_ptr: tl.tensor, v_ptr: tl.tensor, out_ptr: tl.tensor, tables_ptr: tl.tensor,
     cu_seqlens_ptr: tl.tensor, seq_lens_ptr: tl.tensor, sinks_ptr: tl.tensor, slopes_ptr: tl.tensor,
-    bias_ptr: tl.tensor, k_scale_ptr: tl.tensor, v_scale_ptr: tl.tensor, extent: tl.tensor, sinks_stride: tl.tensor,
-    scale: tl.tensor, cap_in: tl.tensor, cap_out: tl.tensor, window: tl.tensor, S: tl.tensor, q_stride: tl.tensor,
-    out_stride: tl.tensor, table_stride: tl.tensor, k_block_stride: tl.tensor, k_head_stride: tl.tensor,
-    v_block_stride: tl.tensor, v_head_stride: tl.tensor, RANK: tl.constexpr, PARTS: tl.constexpr, X: tl.constexpr,
+    bias_ptr: tl.tensor, k_scale_ptr: tl.tensor, v_scale_ptr: tl.tensor, values_ptr: tl.tensor, logs_ptr: tl.tensor,
+    counters_ptr: tl.tensor, slots: tl.tensor, extent: tl.tensor, sinks_stride: tl.tensor, scale: tl.tensor,
+    cap_in: tl.tensor, cap_out: tl.tensor, window: tl.tensor, S: tl.tensor, q_stride: tl.tensor, out_stride: tl.tensor,
+    table_stride: tl.tensor, k_block_stride: tl.tensor, k_head_stride: tl.tensor, v_block_stride: tl.tensor,
+    v_head_stride: tl.tensor, RANK: tl.constexpr, PARTS: tl.constexpr, X: tl.constexpr,
     GROUP: tl.constexpr, H: tl.constexpr, HEAD_BLOCK: tl.constexpr, BLOCK_SIZE: tl.constexpr, SLOT_STRIDE: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr, RUN: tl.constexpr, ASSEMBLY: tl.constexpr, SEQUENCES: tl.constexpr,
-    SKIP_SINGLE: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, STAGES: tl.constexpr,
-    PDL: tl.constexpr,
+    SKIP_SINGLE: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, SHARED: tl.constexpr,
+    STAGES: tl.constexpr, PDL: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Compute the tiles of one kv head, those of a sequence from its last rows, which see most keys, to its first."""
+    """Compute the tiles of one kv head, those of a sequence from its last rows, which see most keys, to its first.
+
+    With SHARED there are slots for as many parts of tiles of a kv head: ``values`` have [ROWS, H], ``logs`` [ROWS].
+    """
     TOKENS: tl.constexpr = ROWS // GROUP
     kv_head = tl.program_id(0)
     k_ptr += kv_head * k_head_stride
@@ -162,8 +193,11 @@ def _prefill_kernel(
     num_tiles_S = tl.cdiv(query_len_S, TOKENS)
     end_tile_S = tl.cumsum(num_tiles_S)
     num_tiles = tl.sum(num_tiles_S)
-    for done in tl.range(tl.program_id(1), num_tiles, tl.num_programs(1), num_stages=1, disable_licm=True):
-        tile = num_tiles - 1 - done
+    parts = 1
+    if SHARED:
+        parts = tl.maximum(slots // tl.maximum(num_tiles, 1), 1)
+    for done in tl.range(tl.program_id(1), num_tiles * parts, tl.num_programs(1), num_stages=1, disable_licm=True):
+        tile = num_tiles - 1 - done // parts
         s = tl.sum((end_tile_S <= tile).to(tl.int32))
         start, stop = tl.load(cu_seqlens_ptr + s), tl.load(cu_seqlens_ptr + s + 1)
         first = start + (tile - tl.sum(tl.where(s_S < s, num_tiles_S, 0))) * TOKENS
@@ -171,21 +205,45 @@ def _prefill_kernel(
         token_M = first + row_M // GROUP
         is_row_M = (token_M < stop) & (row_M < TOKENS * GROUP)
         is_in_MH = is_row_M[:, None] & (h_H < H)[None, :]
+        end = shift + tl.minimum(first + TOKENS, stop)
+        part, own_parts, share = 0, 1, 0
+        if SHARED:
+            own_parts = tl.minimum(parts, tl.cdiv(end, LEAST_SHARE))
+            share = tl.cdiv(tl.cdiv(end, own_parts), KEYS) * KEYS
+            part, own_parts = done % parts, tl.cdiv(end, share)  # rounded up, shares may be fewer
         if sinks_ptr is not None:  # a sink is a key whose value is 0
             first_peak_M, first_sum_M = _sinks(sinks_ptr + token_M.to(tl.int64) * sinks_stride + head_M, is_row_M)
+            if SHARED:
+                first_peak_M = tl.where(part == 0, first_peak_M, NO_SCORE)
+                first_sum_M = tl.where(part == 0, first_sum_M, 0.0)
         bias_M = None if bias_ptr is None else _biases(bias_ptr, token_M, head_M, GROUP, extent)
         q_MH = tl.load(q_ptr + token_M[:, None].to(tl.int64) * q_stride + at_MH, mask=is_in_MH, other=0.0)
         # fmt: off
         acc_MH, peak_M, sum_M = _attend(
-            q_MH, first_peak_M, first_sum_M, shift + token_M,
-            shift + first + 1, shift + tl.minimum(first + TOKENS, stop), k_ptr, v_ptr,
+            q_MH, first_peak_M, first_sum_M, shift + token_M, shift + first + 1, end, part * share, share, k_ptr, v_ptr,
             tables_ptr + s.to(tl.int64) * table_stride, k_block_stride, v_block_stride, scale, cap_in, cap_out,
             slope_M, bias_M, is_row_M, extent, window, RANK, PARTS, H, HEAD_BLOCK, BLOCK_SIZE, SLOT_STRIDE, KEYS, RUN,
             ASSEMBLY, HAS_WINDOW,
-            HAS_SOFTCAP, STAGES)
+            HAS_SOFTCAP, SHARED, STAGES)
         # fmt: on
+        if SHARED:
+            is_row_M &= part < own_parts
+            if (own_parts > 1) & (part < own_parts):
+                slot, counter = kv_head * slots + tile * parts, counters_ptr + kv_head * slots + tile
+                values, logs, sums = values_ptr + slot * ROWS * H, logs_ptr + slot * ROWS, _left(acc_MH, peak_M, sum_M)
+                is_last = leave_part(values, logs, counter, sums, part, own_parts, row_M, h_H, ROWS, H)
+                is_row_M &= is_last
+                if is_last:
+                    peak_M, sum_M, acc_MH = add_parts(values, logs, own_parts, h_H, ROWS, H, HEAD_BLOCK, 1)
         to_M = out_ptr + token_M.to(tl.int64) * out_stride + head_M * X
         _store(to_M, turned_back(acc_MH, RUN), peak_M, sum_M, v_scale, is_row_M, H, X)
+
+
+@triton.jit
+def _left(acc_MH: tl.tensor, peak_M: tl.tensor, sum_M: tl.tensor) -> tl.tensor:
+    """Sums as ``leave_part`` takes them; rows that see none of these keys have nothing to add."""
+    is_empty_M = sum_M == 0
+    return tl.where(is_empty_M, float("-inf"), peak_M), tl.where(is_empty_M, 1.0, sum_M), acc_MH
 
 
 @triton.jit
@@ -219,25 +277,28 @@ def _store(
 @triton.jit
 def _attend(
     q_MH: tl.tensor, peak_M: tl.tensor, sum_M: tl.tensor, position_M: tl.tensor, first_end: tl.tensor, end: tl.tensor,
-    k_ptr: tl.tensor, v_ptr: tl.tensor, table_ptr: tl.tensor, k_block_stride: tl.tensor, v_block_stride: tl.tensor,
-    scale: tl.tensor, cap_in: tl.tensor, cap_out: tl.tensor, slope_M: tl.tensor | None,
-    bias_M: tl.tensor | None, is_row_M: tl.tensor, extent: tl.tensor, window: tl.tensor, RANK: tl.constexpr,
-    PARTS: tl.constexpr, H: tl.constexpr, HEAD_BLOCK: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    SLOT_STRIDE: tl.constexpr, KEYS: tl.constexpr, RUN: tl.constexpr, ASSEMBLY: tl.constexpr,
-    HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, STAGES: tl.constexpr,
+    begin: tl.tensor, share: tl.tensor, k_ptr: tl.tensor, v_ptr: tl.tensor, table_ptr: tl.tensor,
+    k_block_stride: tl.tensor, v_block_stride: tl.tensor, scale: tl.tensor, cap_in: tl.tensor, cap_out: tl.tensor,
+    slope_M: tl.tensor | None, bias_M: tl.tensor | None, is_row_M: tl.tensor, extent: tl.tensor, window: tl.tensor,
+    RANK: tl.constexpr, PARTS: tl.constexpr, H: tl.constexpr, HEAD_BLOCK: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    SLOT_STRIDE: tl.constexpr, KEYS: tl.constexpr, RUN: tl.constexpr, ASSEMBLY: tl.constexpr, HAS_WINDOW: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr, SHARED: tl.constexpr, STAGES: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:  # fmt: skip
     """Weighted values, largest score and sum of weights, for rows of which the first sees keys to ``first_end``, the
-    last to ``end``.
+    last to ``end``; with SHARED, of the ``share`` of keys from ``begin`` on, both multiples of KEYS.
 
     Tiles fully visible to all rows come first, without a mask; with a window there are none.
     """
     position_M = part_count(position_M + 1, RANK, PARTS) - 1
     first_end, end = part_count(first_end, RANK, PARTS), part_count(end, RANK, PARTS)
-    seen_from, begin, whole_end = 0, 0, first_end // KEYS * KEYS
+    seen_from, whole_end, stop = 0, first_end // KEYS * KEYS, end
     if HAS_WINDOW:
         seen_from = tl.maximum(first_end - window, 0)
         begin = seen_from // KEYS * KEYS
         whole_end = begin
+    if SHARED:
+        stop = tl.minimum(end, begin + share)
+        whole_end = tl.maximum(tl.minimum(whole_end, begin + share), begin)
     acc_MH = tl.zeros([q_MH.shape[0], HEAD_BLOCK], tl.float32)
     # fmt: off
     for at in tl.range(begin, whole_end, KEYS, num_stages=STAGES):
@@ -246,7 +307,7 @@ def _attend(
             v_block_stride, scale, cap_in, cap_out, slope_M, bias_M, is_row_M, extent, window, H, BLOCK_SIZE,
             SLOT_STRIDE, KEYS, RUN, ASSEMBLY,
             HAS_WINDOW, HAS_SOFTCAP, MASKED=False)
-    for at in tl.range(whole_end, end, KEYS, num_stages=STAGES if HAS_WINDOW else 1):
+    for at in tl.range(whole_end, stop, KEYS, num_stages=STAGES if HAS_WINDOW else 1):
         acc_MH, peak_M, sum_M = _fold(
             at, acc_MH, peak_M, sum_M, q_MH, position_M, seen_from, end, k_ptr, v_ptr, table_ptr, k_block_stride,
             v_block_stride, scale, cap_in, cap_out, slope_M, bias_M, is_row_M, extent, window, H, BLOCK_SIZE,

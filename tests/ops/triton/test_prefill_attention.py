@@ -205,3 +205,46 @@ def _give_prefix(chunk: Batch, whole: Batch, done: int, q_len: int, before: int)
         to, source = chunk.block_tables_SB[1, block], whole.block_tables_SB[0, block]
         chunk.k_cache[to, :, offset] = whole.k_cache[source, :, offset]
         chunk.v_cache[to, :, offset] = whole.v_cache[source, :, offset]
+
+
+LONG = ([3, 1, 0, 20], [1900, 1, 0, 700])
+"""Rows and contexts of which some are long: their keys are shared by programs."""
+SHARED_HEADS = [
+    Heads(),
+    Heads(6, 2, head_dim=80),
+    Heads(has_sinks=True, softcap=20.0),
+    Heads(has_slopes=True, head_dim=128),
+    Heads(extent=900, head_dim=32),
+]
+
+
+@one_in(2)
+@pytest.mark.parametrize("heads", SHARED_HEADS, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_few_rows_behind_long_contexts(
+    heads: Heads, dtype: torch.dtype, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "num_multiprocessors", lambda device: 16)
+    combined: list[int] = []
+    if device == "cpu":  # the interpreter looks functions up as Python does
+        leave = module.leave_part
+        monkeypatch.setattr(module, "leave_part", lambda *args: combined.append(int(args[5])) or leave(*args))
+    batch = make_batch(heads, *LONG, dtype=dtype, block_size=64, padded_rows=4)
+    check(batch, device, times=8)
+    assert device != "cpu" or {2, 4} <= set(combined)
+    assert torch.equal(run(batch, device).nan_to_num(), run(batch, device).nan_to_num()), "parts are added in one order"
+
+
+def test_rows_that_see_no_key_of_the_last_share(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tile's rows end at several positions: the last share begins behind that of the first."""
+    monkeypatch.setattr(module, "num_multiprocessors", lambda device: 64)
+    batch = make_batch(Heads(4, 4, head_dim=32), [32], [544], block_size=32)
+    check(batch, device, config=PrefillTile(32, 16, 4, 2))
+    for rows in range(1, 36, 7):
+        check(make_batch(Heads(1, 1, head_dim=32), [rows], [1024 + rows - 1], block_size=16), device)
+
+
+def test_shared_keys_of_8_bits(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "num_multiprocessors", lambda device: 16)
+    batch = make_batch(Heads(), *LONG, seed=11, dtype=torch.bfloat16, cache_dtype=torch.float8_e4m3fn)
+    check(batch, device)
