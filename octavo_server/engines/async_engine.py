@@ -13,6 +13,7 @@ import logging
 import sys
 import time
 from collections.abc import Collection, Mapping
+from pathlib import Path
 
 from octavo.config import ServeConfig
 from octavo.errors import InvalidParameter, RequestError, RequestFailed, Unavailable, Withdrawn
@@ -105,7 +106,7 @@ class AsyncEngine(RequestJournal):
         """Between ``pause`` and ``resume``: requests wait."""
         self.weight_version = FIRST_WEIGHTS
         """That of the last ``update_weights`` or ``take_weights``."""
-        self._folder_version = FIRST_WEIGHTS
+        self._folder_version, self._first_model = FIRST_WEIGHTS, config.model.model
         """That of the folder which the next engine process loads."""
         self._holder = 0
         """Generation of the engine process that has received weights, which are lost with it; 0: none has."""
@@ -253,8 +254,7 @@ class AsyncEngine(RequestJournal):
         otherwise. Raises ``InvalidParameter`` if they cannot be loaded: the engine then has the earlier ones again.
         """
         async with self._changing_weights:
-            reason = await self._change_in_place(TakeWeights(model), version, mode)
-            if not reason:
+            if not (reason := await self._change_in_place(TakeWeights(model), version, mode)):
                 self._engine_settings["model"], self._folder_version, self._holder = model, version, 0
                 return
             logger.info("weights are not changed in place, but by a new engine process: %s", reason)
@@ -301,8 +301,7 @@ class AsyncEngine(RequestJournal):
         """
         async with self._changing_weights:
             version = version or str(self.num_received + 1)
-            error = await self._change_in_place(TakeWeights(), version, mode)
-            if error:
+            if error := await self._change_in_place(TakeWeights(), version, mode):
                 raise InvalidParameter("update_info", f"These weights cannot be taken: {error}")
             self._holder, self.has_received = self._supervisor.generation, False
             self.num_received += 1
@@ -468,10 +467,9 @@ class AsyncEngine(RequestJournal):
                 raise InvalidParameter("lora_name", f"An adapter called '{name}' is loaded already.")
             link = self._ready_link()
             await self._unload_unused(link)
-            if not self.adapters.has_loaded(alias := alias_of(name, content)):
-                error = await link.change_adapter(wire.LoadAdapter(link.generation, alias, path))
-                if error:
-                    raise InvalidParameter("lora_path", error)
+            order = wire.LoadAdapter(link.generation, alias_of(name, content), path)
+            if not self.adapters.has_loaded(order.name) and (error := await link.change_adapter(order)):
+                raise InvalidParameter("lora_path", error)
             self.adapters.add(name, path, content)
 
     async def unload_adapter(self, name: str) -> None:
@@ -567,10 +565,15 @@ class AsyncEngine(RequestJournal):
         self.metrics.stats = self._total_stats.settle(self.stats)
 
     def on_failed_restart(self, reason: str, count: int) -> None:
-        """An engine start failed: live requests keep waiting; from ``PATIENCE`` failures on, new ones are rejected."""
+        """An engine start failed: live requests keep waiting; from ``PATIENCE`` failures on, new ones are rejected.
+
+        Where the folder of an update was deleted since, the next process has the first weights again.
+        """
         if self._previous_model is not None:
             self._engine_settings["model"], self._previous_model = self._previous_model, None
             self._next_version, self._update_error = None, reason
+        elif self._folder_version != FIRST_WEIGHTS and not Path(self._engine_settings["model"]).exists():
+            self._engine_settings["model"], self._folder_version = self._first_model, FIRST_WEIGHTS
         elif count >= PATIENCE:
             self.failure = f"The engine cannot be restarted: {reason}"
 

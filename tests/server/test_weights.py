@@ -122,6 +122,29 @@ def test_weights_that_were_received_are_lost_with_the_process() -> None:
     asyncio.run(main())
 
 
+def test_weights_whose_folder_was_deleted_are_lost_with_the_process(tmp_path: Path) -> None:
+    """As trainers delete them once they are taken."""
+
+    async def main() -> None:
+        async with running(**IN_PLACE) as engine:
+            stream = send(engine, max_tokens=200)
+            await until(lambda: len(stream[1].tokens) > 3)
+            (tmp_path / "no-start").touch()
+            taken = {**IN_PLACE, "weights": 3, "start_crash_after": str(tmp_path / "no-start")}
+            await engine.update_weights(json.dumps(taken), "3")
+            num_tokens = len(stream[1].tokens)
+            await until(lambda: len(stream[1].tokens) > num_tokens + 3)
+            kill(engine)
+            await finish([stream])
+            assert engine.weight_version == "default"
+            (first, start), (second, end) = stream[1].weights
+            plain = expected(stream[0])
+            assert (first, second) == ("3", "default")
+            assert stream[1].tokens == [*plain[:start], *later(plain[start:end], 3), *plain[end:]]
+
+    asyncio.run(main())
+
+
 @pytest.mark.slow
 def test_weights_that_cannot_be_loaded_leave_the_earlier_ones() -> None:
     async def main() -> None:
