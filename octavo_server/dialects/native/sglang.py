@@ -6,6 +6,8 @@ https://docs.sglang.io/basic_usage/native_api.html and sampling_params.html
 
 from __future__ import annotations
 
+import base64
+import dataclasses
 import uuid
 from collections.abc import Sequence
 from typing import Any
@@ -14,6 +16,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
+from octavo.engine.runner.route_reading import as_array
 from octavo.errors import InvalidParameter
 from octavo.types import TokenLogprobs
 from octavo_server.dialects.chat_reply import FieldNames
@@ -56,7 +59,7 @@ SAME = frozenset(
 )
 REFUSED: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("image_data", "video_data", "audio_data", "input_embeds", "session_params"), ()),
-    **dict.fromkeys(("token_ids_logprob", "custom_logit_processor", "return_routed_experts"), ()),
+    **dict.fromkeys(("token_ids_logprob", "custom_logit_processor"), ()),
     "return_hidden_states": (False,),
 }
 """Fields that would change the answer, with values that would not."""
@@ -79,6 +82,7 @@ class SglangFields(msgspec.Struct, kw_only=True):
     logprob_start_len: int = -1
     top_logprobs_num: int = 0
     return_text_in_logprobs: bool = False
+    return_routed_experts: bool = False
     stream: bool = False
     timeout: float | None = None
 
@@ -106,6 +110,9 @@ def submission(body: SglangFields, services: ModelServices, request: Request) ->
         completion, _ = completion_decoder.read(encode(fields), services.engine.info.max_model_len)
         prompt: Any = body.input_ids if body.text is None else body.text
         submitted = client_request(msgspec.structs.replace(completion, prompt=prompt), services, request)
+    if body.return_routed_experts:
+        params = msgspec.structs.replace(submitted.params, return_routed_experts=True)
+        submitted = dataclasses.replace(submitted, params=params)
     is_batch = isinstance(body.text, list) or bool(body.input_ids and isinstance(body.input_ids[0], list))
     is_batch |= submitted.params.n > 1
 
@@ -122,7 +129,7 @@ def submission(body: SglangFields, services: ModelServices, request: Request) ->
         answer=answer,
         is_streamed=body.stream,
         in_words=names.in_errors,
-        is_large=body.return_logprob,
+        is_large=body.return_logprob or body.return_routed_experts,
     )
 
 
@@ -134,6 +141,7 @@ class SglangAnswer(Answer):
         self._name = name
         self._is_batch = is_batch
         self._names = TokenNames(services.tokenizer, as_ids=False)
+        self._routes = services.engine.info.routes
         self._texts: dict[int, str] = {}
         self._lists: dict[tuple[int, str], bytearray] = {}
         """The entries of the lists of log-probabilities as JSON, by choice and name: each event has them all."""
@@ -160,6 +168,9 @@ class SglangAnswer(Answer):
             "cached_tokens": choice.num_cached_tokens,
             "weight_version": choice.weight_versions[-1][0],
         }
+        if choice.routes is not None and self._routes is not None:
+            experts = as_array(choice.routes, self._routes).astype("<i4")
+            meta["routed_experts"] = base64.b64encode(experts.tobytes()).decode()
         if self._body.return_logprob:
             meta |= self._logprobs(index, "output", [entry.token_id for entry in update.logprobs], update.logprobs)
             start = self._body.logprob_start_len

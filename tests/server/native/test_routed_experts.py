@@ -41,6 +41,15 @@ class Mixture(InProcessEngine):
         super().step()
 
 
+def test_the_form_of_sglang(mixture: Served) -> None:
+    """As slime and AReaL read it: 32 bits for each layer and expert of all tokens but the last."""
+    body: dict[str, Any] = {"input_ids": [1, 2, 3], "sampling_params": {"max_new_tokens": 4}}
+    meta = mixture.client.post("/generate", json={**body, "return_routed_experts": True}).json()["meta_info"]
+    found = np.frombuffer(base64.b64decode(meta["routed_experts"]), np.int32).reshape(6, 3, 2)
+    assert found.tolist() == [[[0, 0], [0, 1], [0, 1]]] * 6
+    assert "routed_experts" not in mixture.client.post("/generate", json=body).json()["meta_info"]
+
+
 @pytest.fixture(scope="module")
 def mixture() -> Any:
     served = Served(Mixture(), byte_tokenizer(), {})
