@@ -23,6 +23,7 @@ from tests.tiers import one_in
 
 SETTINGS = list(settings(ServeConfig))
 SAMPLES: dict[type, Any] = {int: 3, float: 0.5, str: "text"}
+JSON_SAMPLES = {"repetition_detection": '{"max_pattern_size": 8, "min_count": 4}'}
 OF_HOSTS = (*("master_addr", "master_port", "node_key", "node_ssl_certfile", "node_ssl_keyfile", "node_ssl_ca_certs"),)
 HOSTS = ["--nnodes", "4", "--pipeline-parallel-size", "4", "--node-key", "text"]
 EXCLUSIVE = {
@@ -91,7 +92,7 @@ def sample(item: Setting) -> Any:
     if item.type is bool:
         return not item.default
     if item.is_json:
-        return '{"method": "ngram"}'
+        return JSON_SAMPLES.get(item.name, '{"method": "ngram"}')
     if item.choices:
         return item.choices[-1]
     return max(SAMPLES[item.type], item.low) if item.low is not None else SAMPLES[item.type]
