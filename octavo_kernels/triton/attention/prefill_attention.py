@@ -105,23 +105,15 @@ def prefill_attention(
     """
     T, N, H = q_TNH.shape
     K, block_size = k_cache.shape[1:3]
-    assert H <= MAX_HEAD_DIM, f"head_dim {H} is more than {MAX_HEAD_DIM}"
-    assert scale > 0, "the scale of scores must be positive"
     out_TNH = torch.empty_like(q_TNH) if out is None else out
-    X = out_TNH.shape[2]
-    assert q_TNH.stride()[1:] == (H, 1), "the heads of a row must lie side by side"
-    assert out_TNH.stride()[1:] == (X, 1), "the heads of a result must lie side by side"
-    strides = (k_cache.shape[3], 1)
-    assert k_cache.stride()[2:] == v_cache.stride()[2:] == strides, "the slots of a block must lie side by side"
+    _check(q_TNH, out_TNH, k_cache, v_cache, scale)
     S, group, head_block = seq_lens_S.shape[0], N // K, max(least_width(k_cache), triton.next_power_of_2(H))
     config = config or config_for(q_TNH.element_size(), head_block, shared_bytes(q_TNH.device))
     rows = max(config.rows, triton.next_power_of_2(group))
     full, at_once = T // (rows // group), triton.cdiv(RESIDENT * num_multiprocessors(q_TNH.device), K)
     programs = min(full + min(S, max(MAX_SPARE, at_once - full)), MOST_BESIDE)
     can_share = not (window or is_invariant()) and part.size == 1 and head_block <= WIDEST_SHARED
-    slots = min(2 * num_multiprocessors(q_TNH.device), MOST_SLOTS) // K if can_share else 0
-    if slots < 2 * max(1, full):  # no tile could have two parts
-        slots = 0
+    slots = _slots(q_TNH.device, K, full) if can_share else 0
     programs, shares = max(programs, slots), K * slots * rows
     run = run_of(k_cache, H)
     scale /= max(1, run)
@@ -136,7 +128,7 @@ def prefill_attention(
         extent_of(bias_TNE), sinks_stride(sinks_N), 1.0 if softcap else LOG2_E.value * scale, cap_in,
         LOG2_E.value * softcap, window, S,
         q_TNH.stride(0), out_TNH.stride(0), block_tables_SB.stride(0), *k_cache.stride()[:2], *v_cache.stride()[:2],
-        RANK=part.rank, PARTS=part.size, X=X,
+        RANK=part.rank, PARTS=part.size, X=out_TNH.shape[2],
         GROUP=group, H=H, HEAD_BLOCK=head_block, BLOCK_SIZE=block_size, SLOT_STRIDE=k_cache.shape[3], ROWS=rows,
         KEYS=config.keys, RUN=run, ASSEMBLY=row_assembly(k_cache, q_TNH.dtype),
         SEQUENCES=max(128, triton.next_power_of_2(S)), SKIP_SINGLE=skip_single, HAS_WINDOW=window > 0,
@@ -145,6 +137,21 @@ def prefill_attention(
     )
     # fmt: on
     return out_TNH
+
+
+def _check(q_TNH: Tensor, out_TNX: Tensor, k_cache: Tensor, v_cache: Tensor, scale: float) -> None:
+    assert q_TNH.shape[2] <= MAX_HEAD_DIM, f"head_dim {q_TNH.shape[2]} is more than {MAX_HEAD_DIM}"
+    assert scale > 0, "the scale of scores must be positive"
+    assert q_TNH.stride()[1:] == (q_TNH.shape[2], 1), "the heads of a row must lie side by side"
+    assert out_TNX.stride()[1:] == (out_TNX.shape[2], 1), "the heads of a result must lie side by side"
+    strides = (k_cache.shape[3], 1)
+    assert k_cache.stride()[2:] == v_cache.stride()[2:] == strides, "the slots of a block must lie side by side"
+
+
+def _slots(device: torch.device, K: int, full: int) -> int:
+    """Parts of tiles of a kv head of which ``full`` have all rows; 0 where no tile could have two."""
+    slots = min(2 * num_multiprocessors(device), MOST_SLOTS) // K
+    return slots if slots >= 2 * max(1, full) else 0
 
 
 def config_for(element: int, head_block: int, room: int) -> PrefillTile:
@@ -167,15 +174,10 @@ def _prefill_kernel(
     SKIP_SINGLE: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, SHARED: tl.constexpr,
     STAGES: tl.constexpr, PDL: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Compute the tiles of one kv head, those of a sequence from its last rows, which see most keys, to its first.
-
-    With SHARED there are slots for as many parts of tiles of a kv head: ``values`` have [ROWS, H], ``logs`` [ROWS].
-    """
+    """Compute the tiles of one kv head, those of a sequence from its last rows, which see most keys, to its first."""
     TOKENS: tl.constexpr = ROWS // GROUP
-    kv_head = tl.program_id(0)
-    k_ptr += kv_head * k_head_stride
-    v_ptr += kv_head * v_head_stride
-    row_M, h_H = tl.arange(0, ROWS), tl.arange(0, HEAD_BLOCK)
+    kv_head, row_M, h_H = tl.program_id(0), tl.arange(0, ROWS), tl.arange(0, HEAD_BLOCK)
+    k_ptr, v_ptr = k_ptr + kv_head * k_head_stride, v_ptr + kv_head * v_head_stride
     head_M = kv_head * GROUP + row_M % GROUP
     at_MH = head_M[:, None] * H + h_H[None, :]
     k_scale, v_scale = load_scales(k_scale_ptr, v_scale_ptr, kv_head)
@@ -186,16 +188,9 @@ def _prefill_kernel(
     if slopes_ptr is not None:  # of scores before their scale
         slope_M = tl.load(slopes_ptr + head_M, mask=is_head_M, other=0.0) * (LOG2_E / scale)
     s_S = tl.arange(0, SEQUENCES)
-    start_S = tl.load(cu_seqlens_ptr + s_S, mask=s_S < S, other=0)
-    query_len_S = tl.load(cu_seqlens_ptr + s_S + 1, mask=s_S < S, other=0) - start_S
-    if SKIP_SINGLE:
-        query_len_S = tl.where(query_len_S == 1, 0, query_len_S)
-    num_tiles_S = tl.cdiv(query_len_S, TOKENS)
-    end_tile_S = tl.cumsum(num_tiles_S)
-    num_tiles = tl.sum(num_tiles_S)
-    parts = 1
-    if SHARED:
-        parts = tl.maximum(slots // tl.maximum(num_tiles, 1), 1)
+    num_tiles_S = _tiles(cu_seqlens_ptr, s_S, S, TOKENS, SKIP_SINGLE)
+    end_tile_S, num_tiles = tl.cumsum(num_tiles_S), tl.sum(num_tiles_S)
+    parts = tl.maximum(slots // tl.maximum(num_tiles, 1), 1) if SHARED else 1
     for done in tl.range(tl.program_id(1), num_tiles * parts, tl.num_programs(1), num_stages=1, disable_licm=True):
         tile = num_tiles - 1 - done // parts
         s = tl.sum((end_tile_S <= tile).to(tl.int32))
@@ -206,16 +201,10 @@ def _prefill_kernel(
         is_row_M = (token_M < stop) & (row_M < TOKENS * GROUP)
         is_in_MH = is_row_M[:, None] & (h_H < H)[None, :]
         end = shift + tl.minimum(first + TOKENS, stop)
-        part, own_parts, share = 0, 1, 0
-        if SHARED:
-            own_parts = tl.minimum(parts, tl.cdiv(end, LEAST_SHARE))
-            share = tl.cdiv(tl.cdiv(end, own_parts), KEYS) * KEYS
-            part, own_parts = done % parts, tl.cdiv(end, share)  # rounded up, shares may be fewer
-        if sinks_ptr is not None:  # a sink is a key whose value is 0
-            first_peak_M, first_sum_M = _sinks(sinks_ptr + token_M.to(tl.int64) * sinks_stride + head_M, is_row_M)
-            if SHARED:
-                first_peak_M = tl.where(part == 0, first_peak_M, NO_SCORE)
-                first_sum_M = tl.where(part == 0, first_sum_M, 0.0)
+        part, own_parts, share = _share(done, parts, end, KEYS, SHARED)
+        if sinks_ptr is not None:  # a sink is a key whose value is 0, of the first part
+            sinks_M = sinks_ptr + token_M.to(tl.int64) * sinks_stride + head_M
+            first_peak_M, first_sum_M = _sinks(sinks_M, is_row_M, part, SHARED)
         bias_M = None if bias_ptr is None else _biases(bias_ptr, token_M, head_M, GROUP, extent)
         q_MH = tl.load(q_ptr + token_M[:, None].to(tl.int64) * q_stride + at_MH, mask=is_in_MH, other=0.0)
         # fmt: off
@@ -223,20 +212,60 @@ def _prefill_kernel(
             q_MH, first_peak_M, first_sum_M, shift + token_M, shift + first + 1, end, part * share, share, k_ptr, v_ptr,
             tables_ptr + s.to(tl.int64) * table_stride, k_block_stride, v_block_stride, scale, cap_in, cap_out,
             slope_M, bias_M, is_row_M, extent, window, RANK, PARTS, H, HEAD_BLOCK, BLOCK_SIZE, SLOT_STRIDE, KEYS, RUN,
-            ASSEMBLY, HAS_WINDOW,
-            HAS_SOFTCAP, SHARED, STAGES)
-        # fmt: on
+            ASSEMBLY, HAS_WINDOW, HAS_SOFTCAP, SHARED, STAGES)
         if SHARED:
-            is_row_M &= part < own_parts
-            if (own_parts > 1) & (part < own_parts):
-                slot, counter = kv_head * slots + tile * parts, counters_ptr + kv_head * slots + tile
-                values, logs, sums = values_ptr + slot * ROWS * H, logs_ptr + slot * ROWS, _left(acc_MH, peak_M, sum_M)
-                is_last = leave_part(values, logs, counter, sums, part, own_parts, row_M, h_H, ROWS, H)
-                is_row_M &= is_last
-                if is_last:
-                    peak_M, sum_M, acc_MH = add_parts(values, logs, own_parts, h_H, ROWS, H, HEAD_BLOCK, 1)
+            slot, counter = kv_head * slots + tile * parts, counters_ptr + kv_head * slots + tile
+            acc_MH, peak_M, sum_M, is_row_M = _joined(
+                acc_MH, peak_M, sum_M, is_row_M, values_ptr + slot * ROWS * H, logs_ptr + slot * ROWS, counter,
+                part, own_parts, row_M, h_H, ROWS, H, HEAD_BLOCK)
+        # fmt: on
         to_M = out_ptr + token_M.to(tl.int64) * out_stride + head_M * X
         _store(to_M, turned_back(acc_MH, RUN), peak_M, sum_M, v_scale, is_row_M, H, X)
+
+
+@triton.jit
+def _tiles(
+    cu_seqlens_ptr: tl.tensor, s_S: tl.tensor, S: tl.tensor, TOKENS: tl.constexpr, SKIP_SINGLE: tl.constexpr
+) -> tl.tensor:
+    """How many tiles each sequence has."""
+    start_S = tl.load(cu_seqlens_ptr + s_S, mask=s_S < S, other=0)
+    query_len_S = tl.load(cu_seqlens_ptr + s_S + 1, mask=s_S < S, other=0) - start_S
+    if SKIP_SINGLE:
+        query_len_S = tl.where(query_len_S == 1, 0, query_len_S)
+    return tl.cdiv(query_len_S, TOKENS)
+
+
+@triton.jit
+def _share(
+    done: tl.tensor, parts: tl.tensor, end: tl.tensor, KEYS: tl.constexpr, SHARED: tl.constexpr
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    """Which part of a tile's keys, of how many, and their length; beyond the last part there is nothing to do."""
+    part, own_parts, share = 0, 1, 0
+    if SHARED:
+        own_parts = tl.minimum(parts, tl.cdiv(end, LEAST_SHARE))
+        share = tl.cdiv(tl.cdiv(end, own_parts), KEYS) * KEYS
+        part, own_parts = done % parts, tl.cdiv(end, share)  # rounded up, shares may be fewer
+    return part, own_parts, share
+
+
+@triton.jit
+def _joined(
+    acc_MH: tl.tensor, peak_M: tl.tensor, sum_M: tl.tensor, is_row_M: tl.tensor, values: tl.tensor, logs: tl.tensor,
+    counter: tl.tensor, part: tl.tensor, own_parts: tl.tensor, row_M: tl.tensor, h_H: tl.tensor, ROWS: tl.constexpr,
+    H: tl.constexpr, HEAD_BLOCK: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:  # fmt: skip
+    """The sums of all parts of a tile and the rows to store, for the program that is the last; others have no rows.
+
+    ``values`` [parts, ROWS, H] and ``logs`` [parts, ROWS] have a slot for each part.
+    """
+    is_row_M &= part < own_parts
+    if (own_parts > 1) & (part < own_parts):
+        sums = _left(acc_MH, peak_M, sum_M)
+        is_last = leave_part(values, logs, counter, sums, part, own_parts, row_M, h_H, ROWS, H)
+        is_row_M &= is_last
+        if is_last:
+            peak_M, sum_M, acc_MH = add_parts(values, logs, own_parts, h_H, ROWS, H, HEAD_BLOCK, 1)
+    return acc_MH, peak_M, sum_M, is_row_M
 
 
 @triton.jit
@@ -255,10 +284,15 @@ def _biases(
 
 
 @triton.jit
-def _sinks(sinks_M: tl.tensor, is_row_M: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
-    """The largest score and the sum of weights before the first key."""
+def _sinks(
+    sinks_M: tl.tensor, is_row_M: tl.tensor, part: tl.tensor, SHARED: tl.constexpr
+) -> tuple[tl.tensor, tl.tensor]:
+    """The largest score and the sum of weights before the first key, for the part that has it."""
     sink_M = tl.load(sinks_M, mask=is_row_M, other=0.0)
-    return tl.maximum(sink_M * LOG2_E, NO_SCORE), tl.full(sink_M.shape, 1.0, tl.float32)
+    peak_M, sum_M = tl.maximum(sink_M * LOG2_E, NO_SCORE), tl.full(sink_M.shape, 1.0, tl.float32)
+    if SHARED:
+        peak_M, sum_M = tl.where(part == 0, peak_M, NO_SCORE), tl.where(part == 0, sum_M, 0.0)
+    return peak_M, sum_M
 
 
 @triton.jit
