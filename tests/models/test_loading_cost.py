@@ -16,6 +16,8 @@ from torch.utils._pytree import tree_leaves
 from octavo.models.registry import load_model, read_config
 from octavo.quant.stored import packed
 from octavo.quant.stored.float4 import Float4Stored
+from octavo.quant.stored.int_group_weight import GroupedStored
+from octavo.quant.stored.scaled import ScaledStored
 from octavo.quant.stored.stored_weight import WeightFormat
 from octavo.weights.dummy import DummyCheckpoint
 from octavo_fleet.sim.shapes import SHAPES
@@ -83,6 +85,24 @@ def test_rows_at_equal_distances_are_no_copy() -> None:
         assert torch.equal(found, dense[order])
         is_view = rows.codes.untyped_storage().data_ptr() == codes.untyped_storage().data_ptr()
         assert is_view == (order not in ([3, 2, 1], [7, 0, 0, 2]))
+
+
+@pytest.mark.parametrize(
+    "stored",
+    [
+        Float4Stored(torch.zeros(4, 32).byte(), torch.zeros(4, 4).to(torch.float8_e4m3fn), torch.ones(4)),
+        GroupedStored(torch.zeros(4, 64).char(), torch.ones(4, 2), torch.zeros(4, 2).char(), 4, torch.arange(64)),
+        ScaledStored(torch.zeros(4, 64).to(torch.float8_e4m3fn), torch.ones(1, 2), (4, 32)),
+    ],
+)
+def test_experts_are_joined_where_they_are_placed(stored: Float4Stored | GroupedStored | ScaledStored) -> None:
+    """With nothing left to copy there."""
+    placed = stored.placed(torch.device("meta"))
+    assert placed.layout == stored.layout
+    joined = placed.join([placed])  # type: ignore[list-item]
+    tensors = {name: part for name, part in vars(joined).items() if isinstance(part, Tensor) and name != "order_K"}
+    assert all(part.is_meta for part in tensors.values())
+    assert joined.shape == (8, 64)
 
 
 def test_outlines_of_models_import_no_compiler_of_torch() -> None:

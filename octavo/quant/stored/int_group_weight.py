@@ -64,6 +64,12 @@ class GroupedStored(StoredWeight):
         order = None if self.order_K is None else self.order_K.numpy().tobytes()
         return "grouped", self.bits, self.group, self.zeros_NG is not None, order, self.rounds_activations
 
+    def placed(self, device: torch.device) -> GroupedStored:
+        """But for ``order_K``, by which weights are compared."""
+        scales_NG, zeros_NG = (None if part is None else part.to(device) for part in self._sides)
+        assert scales_NG is not None
+        return replace(self, codes_NK=self.codes_NK.to(device), scales_NG=scales_NG, zeros_NG=zeros_NG)
+
     def rows(self, order: Order) -> GroupedStored:
         index = torch.from_numpy(order)
         zeros = None if self.zeros_NG is None else self.zeros_NG[index]

@@ -50,6 +50,9 @@ class ScaledStored(StoredWeight):
     def layout(self) -> Hashable:
         return "scaled", self.block[1], self.rounds_activations
 
+    def placed(self, device: torch.device) -> ScaledStored:
+        return replace(self, values_NK=self.values_NK.to(device), scales=self.scales.to(device))
+
     def rows(self, order: Order) -> ScaledStored:
         N, (height, width) = self.shape[0], self.block
         values_NK = self.values_NK.view(torch.uint8)[torch.from_numpy(order)].view(torch.float8_e4m3fn)
