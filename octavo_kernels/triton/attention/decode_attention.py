@@ -289,10 +289,10 @@ def _run(
     num_tiles = tl.cdiv(length, TILE) - first
     tiles_each = tl.maximum(tl.cdiv(num_tiles, max_splits), min_tiles)
     begin = first + split * tiles_each
-    last = tl.minimum(begin + tiles_each, first + num_tiles) - 1
+    last = tl.maximum(tl.minimum(begin + tiles_each, first + num_tiles) - 1, begin)  # never before the context
     num_runs = tl.cdiv(num_tiles, tiles_each)
     if PARTS > 1:  # a row that sees no position of this part has a result, too
-        num_runs, last = tl.maximum(num_runs, is_row), tl.maximum(last, begin)
+        num_runs = tl.maximum(num_runs, is_row)
     return length, seen_from, num_runs, begin, last
 
 

@@ -14,9 +14,10 @@ from octavo import ops
 from octavo.ops.attention.attention import GroupRows, HeadLayout, LayerCache, PagedRows, SingleRows
 from octavo_kernels.triton.attention.decode_attention import Prologue, attend_single_rows, run_decode_attention
 from octavo_kernels.triton.configs.decode_attention import DecodeConfig, config_for
+from tests.ops.triton.bounds import watch_bounds
 from tests.ops.triton.paged_cases import with_bias
 from tests.tiers import one_in
-from tests.triton_interpreter import quick_first
+from tests.triton_interpreter import DEVICE, quick_first
 
 NAN = float("nan")
 TOLERANCE = {torch.float32: 3e-6, torch.float16: 2e-3, torch.bfloat16: 1.2e-2}
@@ -160,6 +161,20 @@ def check(step: Step, config: DecodeConfig | None = SMALL, worse: float = 1) -> 
     is_row = step.rows.seq_lens_S > 0
     assert_near(got[is_row], expected[is_row], worse * TOLERANCE[step.qkv.dtype])
     assert got[~is_row].isnan().all()
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="for interpreted kernels")
+@pytest.mark.parametrize("has_prologue", [True, False])
+def test_a_sequence_without_a_row_reads_no_table(has_prologue: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first one: before its table may be memory that is not mapped."""
+    step, config = Step([0, 40], layout(), "cpu"), SMALL._replace(tile=16)
+    watch_bounds(monkeypatch)
+    if has_prologue:
+        check(step, config)
+    else:
+        out_SNH = torch.full((2, 4, 16), NAN)
+        attend_single_rows(step.qkv[:, :64].contiguous().view(2, 4, 16), step.heads, step.cache, step.rows, out_SNH)
+        assert out_SNH[0].isnan().all()
 
 
 @one_in(3)
