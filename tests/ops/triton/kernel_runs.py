@@ -49,8 +49,8 @@ DTYPES = (torch.bfloat16, torch.float32)
 PACKED: tuple[Number, ...] = ("int4", "uint4", "int8", "e4m3")
 EIGHT_BITS = (torch.float8_e4m3fn, torch.int8)
 BLOCK_SIZE = 16
-SINGLE, RAGGED = ([1, 1, 0, 1], [1, 40, 0, 17]), ([5, 1, 0, 19], [5, 40, 0, 33])
-"""Rows and contexts of some sequences, one of them padding."""
+SINGLE, RAGGED = ([0, 1, 1, 1], [0, 1, 40, 17]), ([0, 5, 1, 19], [0, 5, 40, 33])
+"""Rows and contexts of some sequences, the first of them padding: before its block table is nothing."""
 LONG = [70, 1, 0, 19], [90, 40, 0, 33]
 """Those of recurrences, of which one is computed in chunks."""
 
