@@ -93,6 +93,8 @@ async def _translate(body: TokenIdsBody, services: ModelServices, request: Reque
     fields = {"max_tokens": NO_LIMIT, **body.sampling_params, **own}
     about_experts = {name: fields.pop(name) for name in ABOUT_EXPERTS if name in fields}
     completion, ignored = completion_decoder.read(msgspec.json.encode(fields), services.engine.info.max_model_len)
+    if "thinking_token_budget" in completion.sampling and not services.message_format.can_reason:
+        ignored = [*ignored, "thinking_token_budget"]
     services.report(request, [f"sampling_params.{name}" for name in ignored])
     submitted = client_request(completion, services, request)
     if has_idle_transfer(completion, services):

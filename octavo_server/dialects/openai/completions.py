@@ -40,7 +40,7 @@ from octavo_server.dialects.openai.common_fields import (
     scheduling_fields,
     without_effect,
 )
-from octavo_server.dialects.openai.constraints import constraint
+from octavo_server.dialects.openai.constraints import OWN_KIND, constraint
 from octavo_server.generation import ChoiceUpdate, GeneratedChoice, Generation
 from octavo_server.http.request_body import BodyDecoder
 from octavo_server.http.response import encode, encode_line, json_response
@@ -128,12 +128,11 @@ def client_request(body: CompletionBody, services: ModelServices, request: Reque
     # ``prompt_logprobs`` (vLLM) and ``echo`` need the same computation; the engine gets the larger number.
     scored = max((k for k in (echoed, body.prompt_logprobs) if k is not None), default=None)
     prompts = prompts_of(body.prompt, "prompt")
-    fields = scheduling_fields(body, services, request)
-    if asked_for is not None and "thinking_token_budget" in body.sampling and services.message_format.can_reason:
-        fields["message_format"] = None  # the grammar has no reasoning to bound
+    is_bare = asked_for is not None and OWN_KIND not in (body.structured_outputs or {})  # without reasoning to bound
+    if is_bare and services.message_format.can_reason and body.sampling.pop("thinking_token_budget", None) is not None:
         services.report(request, ["thinking_token_budget"])
     return ClientRequest(
-        **fields,
+        **scheduling_fields(body, services, request),
         prompts=prompts,
         transfer=None if body.kv_transfer_params is None else kv_transfer.kv_transfer(body, services, len(prompts)),
         prompt_field="prompt",

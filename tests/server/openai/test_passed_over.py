@@ -137,6 +137,30 @@ def test_an_effort_is_what_the_template_reads_or_a_bound(serve_app: Any, path: s
         assert (request.thinking and request.thinking.num_tokens) == budget
 
 
+BOUNDS: list[tuple[str, dict[str, Any]]] = [
+    ("/v1/completions", {"prompt": "Hi", "max_tokens": 4, "thinking_token_budget": 7}),
+    ("/v1/chat/completions", {"messages": MESSAGES, "max_tokens": 4, "thinking_token_budget": 7}),
+    ("/v1/responses", {"input": "Hi", "reasoning": {"max_tokens": 7}}),
+    ("/v1/responses", {"input": "Hi", "thinking_token_budget": 7}),
+    (
+        "/v1/messages",
+        {"messages": MESSAGES, "max_tokens": 9, "thinking": {"type": "enabled", "budget_tokens": 7}},
+    ),
+    ("/inference/v1/generate", {"token_ids": [72], "sampling_params": {"thinking_token_budget": 7}}),
+]
+
+
+@pytest.mark.parametrize(("path", "body"), BOUNDS)
+def test_every_api_has_a_name_for_the_bound(serve_app: Any, path: str, body: dict[str, Any]) -> None:
+    for template, num_tokens in ((THINKS, 7), ("{{ messages[0].content }}", None)):
+        served = serve_app(tokenizer=byte_tokenizer(template))
+        answer = served.client.post(path, json=body)
+        assert answer.status_code == 200, answer.text
+        thinking = served.engine.requests[-1].thinking
+        assert (thinking and thinking.num_tokens) == num_tokens
+        assert (HEADER in answer.headers) is (num_tokens is None)
+
+
 def test_a_bound_of_its_own_comes_before_that_of_an_effort(serve_app: Any) -> None:
     served = serve_app(tokenizer=byte_tokenizer(THINKS + SHOWN))
     served.chat(reasoning_effort="low", thinking_token_budget=7)
@@ -161,4 +185,11 @@ def test_a_grammar_of_a_completion_has_no_reasoning_to_bound(serve_app: Any) -> 
     for fields, has_effect in (({}, True), ({"guided_regex": "[a-z .,]+"}, False)):
         answer = served.complete(prompt="Hi<think>", thinking_token_budget=3, **fields)
         assert answer.headers.get(HEADER) == (None if has_effect else "thinking_token_budget")
+        assert (served.engine.requests[-1].thinking is not None) is has_effect
+    asked = {"thinking_token_budget": 3, "response_format": {"type": "json_object"}}
+    for path, has_effect in (("/v1/completions", False), ("/v1/chat/completions", True)):
+        rendered = served.client.post(f"{path}/render", json=BODIES[path] | asked).json()
+        one = rendered if has_effect else rendered[0]
+        assert ("thinking_token_budget" in one["sampling_params"]) is has_effect
+        assert served.client.post("/inference/v1/generate", json=one).status_code == 200
         assert (served.engine.requests[-1].thinking is not None) is has_effect
