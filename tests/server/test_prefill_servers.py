@@ -1,4 +1,7 @@
-"""A prefill server, a decode server and a proxy as processes, of which some are killed or stopped under streams."""
+"""A prefill server, a decode server and a proxy as processes, of which some are killed or stopped under streams.
+
+Also with a model that each server divides among two ranks.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ from typing import Any
 import httpx
 import pytest
 
-from octavo_bench.chaos.processes import engine_of, session
+from octavo_bench.chaos.processes import children, engine_of, session
 from octavo_bench.chaos.tiny_model import write_tiny_model
 from octavo_bench.serving.server_process import ServerProcess, free_port
 
@@ -31,10 +34,10 @@ SECONDS = 120.0
 
 
 class Servers:
-    def __init__(self, folder: Path, stack: ExitStack, connector: str) -> None:
-        self.folder, self.stack = folder, stack
+    def __init__(self, folder: Path, stack: ExitStack, connector: str, num_ranks: int) -> None:
+        self.folder, self.stack, self.num_ranks = folder, stack, num_ranks
         self.model = str(write_tiny_model(folder / "model"))
-        both = [self.model, *SIZES, "--kv-connector", connector]
+        both = [self.model, *SIZES, "--kv-connector", connector, "--tensor-parallel-size", str(num_ranks)]
         self.prefill = self.start("prefill", *both, "--role", "prefill", "--kv-transfer-ttl", "3")
         self.decode = self.start("decode", *both, "--role", "decode", "--kv-transfer-timeout", "1")
         ways = ["--upstream", self.decode.url, "--prefill-upstream", self.prefill.url]
@@ -55,12 +58,13 @@ class Servers:
         return sum(float(line.split()[-1]) for line in lines if line.startswith(name))
 
 
-@pytest.fixture(scope="module", params=["tcp", "nixl"])
+@pytest.fixture(scope="module", params=[("tcp", 1), ("tcp", 2), ("nixl", 1)], ids=str)
 def servers(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
-    if request.param == "nixl" and find_spec("nixl") is None:
+    connector, num_ranks = request.param
+    if connector == "nixl" and find_spec("nixl") is None:
         pytest.skip("pip install 'octavo[nixl]'")
     with ExitStack() as stack:
-        yield Servers(tmp_path_factory.mktemp("servers"), stack, request.param)
+        yield Servers(tmp_path_factory.mktemp("servers"), stack, connector, num_ranks)
 
 
 def body(number: int) -> dict[str, Any]:
@@ -103,6 +107,17 @@ def stop_engine(server: ServerProcess) -> None:
     os.kill(pid, signal.SIGSTOP)  # until the supervisor kills it
 
 
+def attack_rank(how: signal.Signals) -> Callable[[ServerProcess], None]:
+    """The last one; of an engine of one process that process."""
+
+    def act(server: ServerProcess) -> None:
+        pid = engine_of(server.process.pid)
+        assert pid is not None
+        os.kill(max([pid, *children(pid)]), how)
+
+    return act
+
+
 def stop_all(server: ServerProcess) -> None:
     """Everything of a server, for a while."""
     pids = session(server.process.pid)
@@ -119,6 +134,10 @@ TROUBLES: dict[str, tuple[str, Callable[[ServerProcess], None]]] = {
     "the decode engine is killed": ("decode", kill_engine),
     "the prefill engine is stopped": ("prefill", stop_engine),
     "the decode engine is stopped": ("decode", stop_engine),
+    "a prefill rank is killed": ("prefill", attack_rank(signal.SIGKILL)),
+    "a decode rank is killed": ("decode", attack_rank(signal.SIGKILL)),
+    "a prefill rank is stopped": ("prefill", attack_rank(signal.SIGSTOP)),
+    "a decode rank is stopped": ("decode", attack_rank(signal.SIGSTOP)),
     "the prefill server is stopped": ("prefill", stop_all),
     "the decode server is stopped": ("decode", stop_all),
 }
@@ -130,6 +149,8 @@ def test_streams_have_the_tokens_of_one_server_and_nothing_is_held_later(trouble
     numbers = range(first, first + NUM_EACH)
     expected = asyncio.run(answers(servers.one.url, numbers))
     name, act = TROUBLES[trouble]
+    if "rank" in trouble and servers.num_ranks == 1:
+        pytest.skip("an engine of one process has no ranks")
     received = servers.metric(servers.decode, "octavo_kv_transfer_received_blocks_total")
     found = asyncio.run(answers(servers.proxy.url, numbers, lambda: act(getattr(servers, name))))
     assert found == expected
