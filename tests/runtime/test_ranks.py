@@ -184,9 +184,9 @@ def make_engine(
     )
 
 
-def run(made: Made, adapter: Path | None = None) -> Iterator[Output]:
+def run(made: Made, adapter: Path | None = None, seed: int = 3) -> Iterator[Output]:
     """Random requests that share prefixes and need more blocks than there are."""
-    engine, rng = made.engine, random.Random(3)
+    engine, rng = made.engine, random.Random(seed)
     names = [""]
     if adapter is not None:
         engine.adapters.load("other", str(adapter))
@@ -220,13 +220,19 @@ def told(outputs: Iterator[Output]) -> tuple[dict[int, list[int]], list[float]]:
 
 
 def compare(
-    home: Path, size: int, adapter: Path | None = None, num_stages: int = 1, num_nodes: int = 1, **kinds: Any
+    home: Path,
+    size: int,
+    adapter: Path | None = None,
+    num_stages: int = 1,
+    num_nodes: int = 1,
+    seed: int = 3,
+    **kinds: Any,
 ) -> None:
     one = make_engine(home, 1, **kinds)
     ranks = make_engine(home, size, num_stages=num_stages, num_nodes=num_nodes, **kinds)
-    expected, expected_numbers = told(run(one, adapter))
+    expected, expected_numbers = told(run(one, adapter, seed))
     try:
-        found, numbers = told(run(ranks, adapter))
+        found, numbers = told(run(ranks, adapter, seed))
     finally:
         ranks.executor.close()
     assert found == expected
@@ -455,6 +461,21 @@ def test_ranks_that_divide_contexts_give_the_tokens_of_one_device(
 ) -> None:
     make_checkpoint(tmp_path, row, **{**sizes(row, size), **values})
     compare(tmp_path, size, num_parts=num_parts)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("seed", [4, 16, 20])
+@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("kind", ["experts", "contexts", "both"])
+def test_other_random_workloads(
+    kind: str, size: int, seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a model with experts and latents, which ranks divide in all ways."""
+    monkeypatch.setattr(expert_balance, "STEPS_BETWEEN_LOOKS", 3)
+    row = "deepseek_v3/groups"
+    make_checkpoint(tmp_path, row, **sizes(row, size))
+    num_parts = 1 if kind == "experts" else size
+    compare(tmp_path, size, seed=seed, whole_experts=kind != "contexts", num_parts=num_parts)
 
 
 @pytest.mark.parametrize(
