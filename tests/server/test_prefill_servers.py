@@ -10,6 +10,7 @@ import json
 import os
 import random
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -24,8 +25,7 @@ import pytest
 from octavo_bench.chaos.processes import children, engine_of, session
 from octavo_bench.chaos.tiny_model import write_tiny_model
 from octavo_bench.serving.server_process import ServerProcess, free_port
-
-pytestmark = pytest.mark.nightly
+from tests.ops.cpu_cases import needs_float_kernels
 
 NUM_EACH = 8
 SIZES = ["--load-format", "dummy", "--max-model-len", "2048", "--num-kv-blocks", "2000", "--engine-timeout", "4"]
@@ -143,6 +143,15 @@ TROUBLES: dict[str, tuple[str, Callable[[ServerProcess], None]]] = {
 }
 
 
+@pytest.mark.slow
+@needs_float_kernels
+def test_engines_that_are_killed_change_no_stream(tmp_path: Path) -> None:
+    """Two of the troubles of the test after this one, in processes that are forked."""
+    command = [sys.executable, "-m", "tests.server.prefill_attacks", str(tmp_path)]
+    subprocess.run(command, check=True, cwd=Path(__file__).parents[2], env={**os.environ, "OMP_NUM_THREADS": "1"})
+
+
+@pytest.mark.nightly
 @pytest.mark.parametrize("trouble", TROUBLES)
 def test_streams_have_the_tokens_of_one_server_and_nothing_is_held_later(trouble: str, servers: Servers) -> None:
     first = list(TROUBLES).index(trouble) * NUM_EACH
