@@ -133,6 +133,13 @@ def test_other_budgets_are_tried_rarely() -> None:
     assert 0 < len(others) < 3 * len(sizes) / STEPS_BETWEEN_TRIALS
 
 
+def test_at_first_large_budgets_are_tried_once() -> None:
+    """Each such step delays all streams, which shows in the first minute of a server."""
+    sizes, _ = serve(CheapRows())
+    known = sizes[sizes.index(256) :]
+    assert all(known.count(size) <= 1 for size in (768, 1024, 1536, MOST))
+
+
 def test_the_limit_on_itl_holds_whatever_is_cheapest() -> None:
     _, told = serve(StepCost(base=0.02), SchedulerSettings(max_itl=0.04))
     gaps = [gap for n in range(16) for gap, at in zip(told[n].gaps, told[n].token_times, strict=False) if at > 4]

@@ -30,8 +30,8 @@ WAITING_WEIGHT = 1.5
 """Cost of a sequence that waits for its prompt, relative to its share of a decode step: users wait for first tokens."""
 TOLERANCE = 0.01
 """Of all budgets whose cost of a prompt token is within this of the least, the smallest is taken, for even streams."""
-NUM_FIRST_TRIALS, STEPS_BETWEEN_FIRST_TRIALS = 2, 2
-"""Each budget is tried so often at first, in every so many steps."""
+NUM_FIRST_TRIALS, STEPS_BETWEEN_FIRST_TRIALS = 1, 2
+"""Each budget is tried so often at first, in every so many steps: a step with many prompts delays all streams."""
 DECODES_BETWEEN_SAMPLES = 4
 """Steps of decodes alone are alike: each so many-th is learned from, which saves the host time."""
 BEARABLE_SECONDS, LONG_SECONDS = 0.25, 0.5
