@@ -23,7 +23,8 @@ from octavo.config import ServeConfig
 from tests.llm.tiny import write_checkpoint
 from tests.ops.cpu_cases import needs_float_kernels
 from tests.server.child_engine import until
-from tests.server.test_ranks import MAX_TOKENS, NUM_STREAMS, SECONDS, are_gone, finish, rewrite, running, send
+from tests.server.rank_attacks import MAX_TOKENS, NUM_STREAMS, SECONDS, are_gone, finish, running, send
+from tests.server.test_ranks import rewrite
 
 NUM_KILLS = int(os.environ.get("OCTAVO_NODE_KILLS", "3"))
 ATTACKS = [
