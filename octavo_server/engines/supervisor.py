@@ -21,8 +21,10 @@ import math
 import os
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Protocol
 
+from octavo.backend_settings import is_honoured
 from octavo.config import EngineConfig, ServeConfig, to_flat
 from octavo.errors import CANCELLATIONS, OctavoError
 from octavo.system.process_exit import processor_time
@@ -322,9 +324,12 @@ class Supervisor:
 
 
 def engine_settings(config: ServeConfig) -> dict[str, Any]:
-    """Flat ``EngineConfig``. Folders of weight updates need have neither configuration nor tokenizer."""
+    """Flat ``EngineConfig``. Folders of weight updates need have neither configuration nor tokenizer, where the backend
+    can read those of another folder."""
     model, settings = config.model, to_flat(config, EngineConfig)
     if config.server.weight_updates_dir is not None:
-        settings["hf_config_path"] = model.hf_config_path or model.model
-        settings["tokenizer"] = model.tokenizer or model.model
+        for name in ("hf_config_path", "tokenizer"):
+            has_own = name == "tokenizer" or Path(model.model).is_dir()  # a GGUF file has no config.json
+            if settings[name] is None and has_own and is_honoured(model.backend, name):
+                settings[name] = model.model
     return settings

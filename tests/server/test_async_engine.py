@@ -11,6 +11,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from octavo import errors
+from octavo.backend_settings import BACKENDS
 from octavo.config import EngineConfig, ModelSettings, ServeConfig, settings
 from octavo.errors import RequestError
 from octavo.sampling_params import SamplingParams
@@ -19,6 +20,7 @@ from octavo.types import Output, Request
 from octavo_server.engines import async_engine
 from octavo_server.engines.async_engine import AsyncEngine
 from octavo_server.engines.engine_link import EngineLink
+from octavo_server.engines.supervisor import engine_settings
 from tests.server.child_engine import SLOW, Recorder, assert_right, finish, kill, make_engine, running, send, until
 from tests.server.fake_engine import expected
 
@@ -43,6 +45,20 @@ def test_an_engine_process_gets_all_settings_of_an_engine_and_no_others() -> Non
     told = AsyncEngine(ServeConfig.from_flat({"speculative_config": guesses}))._engine_settings
     assert told.keys() == {setting.name for setting in settings(EngineConfig)}
     assert told["speculative_config"] == guesses
+
+
+@pytest.mark.parametrize("backend", BACKENDS[:-1])
+def test_every_engine_takes_what_weight_updates_add_to_its_settings(tmp_path: Path, backend: str) -> None:
+    own = {"grpc_worker": "127.0.0.1:1"} if backend == "grpc" else {}
+    config = ServeConfig.from_flat({"model": str(tmp_path), "backend": backend, "weight_updates_dir": "/steps", **own})
+    model = EngineConfig.from_flat(engine_settings(config)).model
+    assert (model.hf_config_path == str(tmp_path)) == (backend == "octavo")
+
+
+def test_weight_updates_leave_a_gguf_file_its_own_configuration(tmp_path: Path) -> None:
+    (tmp_path / "a.gguf").touch()
+    config = ServeConfig.from_flat({"model": str(tmp_path / "a.gguf"), "weight_updates_dir": "/steps"})
+    assert engine_settings(config)["hf_config_path"] is None
 
 
 def test_abort_ends_in_silence_and_frees_the_engine() -> None:
