@@ -460,7 +460,8 @@ async def _update(services: ModelServices, field: str, folder: str, version: str
     path = _allowed(services, field, folder)
     name = path.name if version is None else version
     _version(name)
-    _check_same_model(Path(services.config.model.model), path, field)
+    served = services.config.model
+    _check_same_model(Path(served.hf_config_path or served.model).expanduser(), path, field)
     await services.engine.update_weights(str(path), name, mode)
     return name
 

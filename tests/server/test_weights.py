@@ -242,6 +242,17 @@ def test_the_routes_of_trainers(served: Served, folder: Path) -> None:
     assert client.get("/weight_info").json() == {"weight_version": "7", "world_size": 1}
 
 
+def test_an_update_is_compared_with_the_configuration_that_is_served(folder: Path) -> None:
+    (folder / "weights").mkdir()
+    settings = {"model": str(folder / "weights"), "hf_config_path": str(folder / "model")}
+    served = Served(InProcessEngine(), byte_tokenizer(), {**settings, "weight_updates_dir": str(folder)})
+    try:
+        for name, status in (("step-1", 200), ("other", 400)):
+            assert served.client.post("/update_weights", json={"weight_dir": name}).status_code == status
+    finally:
+        served.stop()
+
+
 @pytest.fixture
 def group() -> Iterator[Served]:
     served = Served(InProcessEngine(), byte_tokenizer(), {"weight_transfer_config": '{"backend": "gloo"}'})
