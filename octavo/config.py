@@ -79,7 +79,9 @@ class ModelSettings(ParallelSettings):
         "or a folder that contains such a file",
     )
     hf_config_path: str | None = setting(
-        None, "folder whose config.json and generation_config.json are used in place of the model's, which needs none"
+        None,
+        "folder whose config.json and generation_config.json are used in place of the model's, which needs none; "
+        "where that has no tokenizer either, give tokenizer, too",
     )
     load_format: str = setting(
         "auto",

@@ -76,6 +76,8 @@ def open_checkpoint(
         return DummyCheckpoint(*read_configs(configs or path), seed, device)
     if found == "safetensors":
         return SafetensorsCheckpoint(path, configs)
+    if configs is not None:
+        raise CheckpointError(f"{path}: is a GGUF file, for which hf_config_path has no effect; leave it out")
     checkpoint = GGUFCheckpoint(path)
     if load_format == "dummy":
         return DummyCheckpoint(checkpoint.config, checkpoint.generation_config, seed, device)

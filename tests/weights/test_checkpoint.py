@@ -47,6 +47,8 @@ def test_what_does_not_match_is_refused(gguf: Path, folder: Path) -> None:
         open_checkpoint(folder / "missing")
     with pytest.raises(CheckpointError, match="give a GGUF file, or the folder"):
         open_checkpoint(folder / "model.safetensors")
+    with pytest.raises(CheckpointError, match="hf_config_path has no effect"):
+        open_checkpoint(gguf, config_folder=str(folder))
 
 
 def test_a_dummy_needs_no_weights(tmp_path: Path) -> None:
