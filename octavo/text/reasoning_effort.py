@@ -27,7 +27,8 @@ SWITCHES = ("enable_thinking", "thinking", "reasoning")
 """Variables that turn reasoning on or off: of Qwen3, GLM-4.5, Hunyuan, Gemma 4 and others; of DeepSeek-V3.1, Kimi K2.5
 and Granite 3; of Command A Reasoning."""
 
-_OPENS, _CLOSES = re.compile(r"\{[%{]"), re.compile(r"[%}]\}")
+_TAG = re.compile(r"\{#.*?(?:#\}|\Z)|\{[%{](.*?)(?:[%}]\}|\Z)", re.DOTALL)
+"""A comment, or a tag with its content, likewise up to the end if it is not closed."""
 _STRING = re.compile(r"'((?:[^'\\]|\\.)*+)(?:'|\\?\Z)|\"((?:[^\"\\]|\\.)*+)(?:\"|\\?\Z)", re.DOTALL)
 """A string, or all up to the end: a source that is no template takes no longer to read."""
 
@@ -44,7 +45,7 @@ class Effort(NamedTuple):
 @functools.lru_cache(maxsize=32)
 def known_to(template: str) -> tuple[frozenset[str], frozenset[str]]:
     """The variables named above that ``template``, the source of a chat template, reads; and strings in its tags."""
-    tags = [_CLOSES.split(piece, 1)[0] for piece in _OPENS.split(template)[1:]]
+    tags = [tag[1] for tag in _TAG.finditer(template) if tag[1] is not None]
     code = "\n".join(_STRING.sub("''", tag) for tag in tags)
     words = (single or double for tag in tags for single, double in _STRING.findall(tag))
     names = (*DEGREES, BUDGET, LOW, *SWITCHES)
@@ -85,8 +86,10 @@ def _nearest(requested: str, words: frozenset[str]) -> str:
 
 
 def _reads(code: str, name: str) -> bool:
-    """Whether ``code``, without the content of its strings, reads a variable that the caller gives."""
+    """Whether ``code``, without the content of its strings, reads a variable that the caller gives: no parameter of a
+    macro, and none that the template sets."""
+    code = re.sub(rf"\bmacro\s+\w+\s*\([^()]*?\b{name}\b.*?(?:\bendmacro\b|\Z)", "", code, flags=re.DOTALL)
     if re.search(rf"(?<![\w.]){name}\s*(?:is\s+(?:not\s+)?(?:un)?defined|\|\s*default)\b", code):
         return True
-    is_own = re.search(rf"\b(?:set|for)\s+{name}\b", code)
+    is_own = re.search(rf"\b(?:set|for)\s+(?:\w+\s*,\s*)*{name}\b", code)
     return not is_own and re.search(rf"(?<![\w.]){name}\b(?!\s*=(?!=))", code) is not None

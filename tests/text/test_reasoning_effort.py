@@ -27,6 +27,9 @@ TEMPLATES = {
     "nemotron 3": "{% set low_effort = low_effort if low_effort is defined else False %}" + HAS_SWITCH,
     "granite 3": "{% if thinking %}Respond to every user query in a comprehensive way.{% endif %}",
     "command a": "{% if reasoning is defined and not reasoning %}<|START_THINKING|><|END_THINKING|>{% endif %}",
+    "macros of its own": "{# {% if thinking %}, enable_thinking #}{% macro think(text, reasoning=none) %}"
+    "{% if reasoning is defined and reasoning %}{{ text }}{% endif %}{% endmacro %}"
+    "{% for role, thinking in parts %}{{ thinking }}{% endfor %}",
     "none of it": "{% for m in messages %}{% set thinking = m.thinking %}{% if thinking %}{{ m['reasoning'] }}"
     "{% endif %}{{ write(reasoning='enable_thinking', n=1) }}{% endfor %} the thinking reasoning_effort </think>",
 }
@@ -76,7 +79,7 @@ def test_a_model_without_degrees_has_a_bound(name: str) -> None:
     expected = {**dict.fromkeys(EFFORTS), **BUDGETS}
     if name in WITH_BUDGETS:
         assert budgets == {**expected, "none": None}, "the template turns it off"
-    elif name == "none of it":
+    elif name in ("none of it", "macros of its own"):
         assert budgets == expected
     else:
         assert budgets == {**dict.fromkeys(EFFORTS), "none": 0 if name in ("gpt-oss", "glm 5") else None}
@@ -98,7 +101,9 @@ def test_switches_of_a_template() -> None:
     assert thinking_switch(True, TEMPLATES["gpt-oss"]) == {}
 
 
-@pytest.mark.parametrize("piece", ["{%", "{% '", "'\\'", '{{ "\\', "{% reasoning ", "set thinking "])
+@pytest.mark.parametrize(
+    "piece", ["{%", "{% '", "'\\'", '{{ "\\', "{% reasoning ", "set thinking ", "{#", "macro a(b ", "set a, "]
+)
 def test_what_is_no_template_is_read_in_no_time(piece: str) -> None:
     start = time.thread_time()
     effort_of("low", "{% " + piece * 30_000, can_reason=True)
