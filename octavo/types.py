@@ -27,10 +27,10 @@ FinishReason = Literal["stop", "length", "abort", "error"]
 
 REPETITION: Literal["repetition"] = "repetition"
 StopReason = int | Literal["repetition"]
+"""What ended a text in the engine: the id of a stop token of the client, or a repeated pattern."""
 MemoryPart = Literal["weights", "kv_cache"]
 """Part of the memory of an engine that sleeps; its weights come with all else whose content is kept."""
 MEMORY_PARTS: tuple[MemoryPart, ...] = ("weights", "kv_cache")
-"""What ended a text in the engine: the id of a stop token of the client, or a repeated pattern."""
 
 Task = Literal["generate", "embed", "score", "classify", "token_embed", "token_classify"]
 """What a request computes from its prompt: a continuation, an embedding, a relevance score of two texts, or the logits
