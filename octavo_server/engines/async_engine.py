@@ -203,7 +203,7 @@ class AsyncEngine(RequestJournal):
                 self.on_wanted()
             elif left and left != self.asleep:
                 if not await self._supervisor.wake_part(self.asleep - left):
-                    self.start_waking(left)
+                    self.start_waking(left & self.asleep)  # a request that came meanwhile wakes all
                 elif self.asleep:  # no request has come meanwhile, for which all wakes
                     self.asleep, self._has_engine = left, True
         while self.sleep_level and (self.is_waking or not left):

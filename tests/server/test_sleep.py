@@ -237,11 +237,11 @@ def test_weights_and_cache_wake_one_after_the_other() -> None:
         asyncio.run(main(keeps_process))
 
 
-@pytest.mark.parametrize("keeps_process", [True, False])
+@pytest.mark.parametrize("knobs", [{"sleeps": True}, {"sleeps": True, "wake_error": "no memory"}, {}])
 @pytest.mark.parametrize("first", MEMORY_PARTS)
-def test_a_request_wakes_all_of_an_engine_that_is_partly_awake(keeps_process: bool, first: MemoryPart) -> None:
+def test_a_request_wakes_all_of_an_engine_that_is_partly_awake(knobs: dict[str, Any], first: MemoryPart) -> None:
     async def main() -> None:
-        async with running(sleeps=keeps_process) as engine:
+        async with running(**knobs) as engine:
             await engine.sleep()
             await engine.wake_up([first])
             stream = send(engine)
