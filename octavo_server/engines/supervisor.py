@@ -175,6 +175,8 @@ class Supervisor:
 
     def wake(self) -> None:
         """Wake the engine process after ``sleep``, or start one, with retries until one is ready."""
+        if self._tasks:
+            return  # one that was started since then has died, and the next one is being started
         self._fruitless = 0
         self._tasks = [asyncio.create_task(self._wake()), asyncio.create_task(self._watch())]
 

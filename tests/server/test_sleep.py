@@ -6,6 +6,7 @@ import asyncio
 import os
 from typing import Any
 
+import psutil
 import pytest
 
 from octavo.errors import RequestError, Unavailable
@@ -274,6 +275,24 @@ def test_an_engine_that_is_partly_awake_may_sleep_again_and_be_stopped(keeps_pro
             await engine.stop(0)
             with pytest.raises(Unavailable):
                 await engine.wake_up()
+
+    asyncio.run(main())
+
+
+def test_an_engine_that_dies_partly_awake_is_replaced_once() -> None:
+    async def main() -> None:
+        async with running() as engine:
+            await engine.sleep()
+            await engine.wake_up(["weights"])
+            processes = psutil.Process().children()
+            kill(engine)
+            await until(lambda: not engine._has_engine)
+            stream = send(engine)
+            await finish([stream])
+            assert_right([stream])
+            await asyncio.sleep(0.2)  # in which a second supervisor would start one more
+            assert len(psutil.Process().children()) == len(processes)
+            assert engine.sleep_level == 0
 
     asyncio.run(main())
 
