@@ -182,6 +182,10 @@ class ModelSettings(ParallelSettings):
         30.0, "seconds that the worker of backend grpc may take for a step; then the engine connects again", low=0.001
     )
 
+    def config_folder(self, model: Path) -> Path:
+        """Where the configuration of the model at this path is read from."""
+        return model if self.hf_config_path is None else Path(self.hf_config_path).expanduser()
+
 
 ROLES = ("both", "prefill", "decode")
 

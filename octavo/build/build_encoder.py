@@ -107,7 +107,12 @@ def build_encoder(
 
 def with_pooling(config: EngineConfig, path: Path, model: EncoderConfig) -> tuple[EncoderConfig, Pooling]:
     """The model with the head that its pooling needs, and that. Raises ``ConfigError`` or ``CheckpointError``."""
-    pooling = read_pooling(path, config.model.pooling_type, is_encoder=True, load_format=config.model.load_format)
+    pooling = read_pooling(
+        config.model.config_folder(path),
+        config.model.pooling_type,
+        is_encoder=True,
+        load_format=config.model.load_format,
+    )
     is_sparse = pooling.kind == "splade"
     if is_sparse and model.vocabulary is None:
         message = "a vector of the vocabulary needs a BertForMaskedLM, DistilBertForMaskedLM or one of RoBERTa's kind"

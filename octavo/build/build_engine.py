@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import gc
+import hashlib
 import logging
 import os
 from collections import Counter
@@ -122,7 +123,7 @@ def build_engine(
     phases.done("device and checkpoint")
     if isinstance(model_config, EncoderConfig):
         return build_encoder(config, path, checkpoint, model_config, form)
-    pooling = read_pooling(path, config.model.pooling_type, is_encoder=False)
+    pooling = read_pooling(config.model.config_folder(path), config.model.pooling_type, is_encoder=False)
     kv_dtype = resolve_kv_dtype(config.cache.kv_cache_dtype, form, model_config.cache)
     method = parse_speculative_config(config.speculative.speculative_config)
     found = find_drafter(method, config, model_config, checkpoint, device)
@@ -225,7 +226,7 @@ def build_rank(
     device, path, checkpoint = open_model(config.model)
     config, model_config, form = read_model(config, path, checkpoint, device)
     kv_dtype = resolve_kv_dtype(config.cache.kv_cache_dtype, form, model_config.cache)
-    pooling = read_pooling(path, config.model.pooling_type, is_encoder=False)
+    pooling = read_pooling(config.model.config_folder(path), config.model.pooling_type, is_encoder=False)
     method = parse_speculative_config(config.speculative.speculative_config)
     found = find_drafter(method, config, model_config, checkpoint, device)
     width = model_config.hidden_size
@@ -499,6 +500,9 @@ def _forms(form: WeightFormat, info: EngineInfo, storage: KVStorage, config: Eng
     if config.model.load_format == "dummy":
         weights += f" {config.model.seed}"
     overrides = f"\n{config.model.hf_overrides}" if config.model.hf_overrides else ""
+    if config.model.hf_config_path is not None:
+        read = config.model.config_folder(Path()) / "config.json"
+        overrides += f"\n{hashlib.sha256(read.read_bytes()).hexdigest()}"
     kernels = {op: kernel for op, kernel in info.kernels.items() if not op.startswith("encoder_")}  # none computes keys
     return f"{weights} {kernels}\n{storage.dtype}{scaled}\n{storage.device.type}{ranks}{drafter}{overrides}"
 

@@ -101,7 +101,7 @@ def load_vision(
         source = ProjectorTensors(projector)
         values = projector.config(values, vocabulary(path))
     found = read_vision(values)
-    processor = None if found is None else read_processor(path)
+    processor = None if found is None else read_processor(config.model.config_folder(path))
     if found is None or processor is None:
         return None
     if found.is_bidirectional:

@@ -226,7 +226,7 @@ def _with_pooling(
         model, pooling = with_pooling(config, path, model)
         width = model.vocab_size if model.uses_vocabulary else width
     else:
-        pooling = read_pooling(path, config.model.pooling_type, is_encoder=False)
+        pooling = read_pooling(config.model.config_folder(path), config.model.pooling_type, is_encoder=False)
     pooled_tasks(pooling, model.labels, width)
     if has_weights:
         Pooler(pooling, None, config.model.load_format, outlined(form))

@@ -249,6 +249,8 @@ class Engine:
         """SHA-256 of the weights in memory, behind the steps that were begun. Raises ``CheckpointError``."""
         if self.weights is None:
             raise CheckpointError("the weights of this engine have no checksums, as they cannot be changed")
+        if "weights" in self.asleep:
+            raise CheckpointError("the weights sleep")
         return self.weights.checksums()
 
     def order_weights(self, order: WeightOrder) -> bool:

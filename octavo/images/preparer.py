@@ -128,5 +128,5 @@ def placed(
 def preparer_of(settings: ModelSettings, num_slots: int) -> ImagePreparer | None:
     """Prepares the images of an engine with so many slots; ``None`` if its model takes none. Raises
     ``CheckpointError``."""
-    processor = read_processor(resolve_model(settings)) if num_slots else None
+    processor = read_processor(settings.config_folder(resolve_model(settings))) if num_slots else None
     return None if processor is None else ImagePreparer(processor.limited(num_slots))

@@ -6,6 +6,7 @@ They arrive in the background, in host memory, while steps are computed with the
 from __future__ import annotations
 
 import datetime
+import logging
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
@@ -18,6 +19,7 @@ from octavo.ops.device_backend import is_gpu
 from octavo.types import JoinGroup, ReceiveTensors
 from octavo.weights.tensor_file import DTYPES, FileTensor, TensorFile
 
+logger = logging.getLogger(__name__)
 TIMEOUT = datetime.timedelta(minutes=10)
 PACKED_BYTES = 1 << 30
 """A packed buffer ends behind the tensor with which it has more bytes than this, as those of vLLM's trainers do."""
@@ -107,7 +109,10 @@ class WeightGroup:
 
         group, self._group = self._group, None
         if group is not None:
-            destroy_process_group(group)
+            try:
+                destroy_process_group(group)
+            except (RuntimeError, ValueError) as error:  # such as a trainer that is gone
+                logger.warning("a group for weights could not be ended: %s", error)
 
     def _receive(self, file: TensorFile, names: Sequence[str], is_packed: bool) -> None:
         for part in packs([file.tensors[name] for name in names], PACKED_BYTES if is_packed else 0):

@@ -59,6 +59,8 @@ class KernelFiles:
         written = path.with_name(f"{path.name}.{os.getpid()}")
         found = {f"cache/{file.parent.name}/{file.name}": file for file in sorted(self.cache.glob("*/*"))}
         members = {name: file.read_bytes() for name, file in found.items() if _MEMBER.fullmatch(name)}
+        if len(members) > MOST_FILES - 2 or sum(map(len, members.values())) > MOST_BYTES:
+            raise ValueError(f"the cache has more than {MOST_FILES} files, or {MOST_BYTES} bytes")
         with zipfile.ZipFile(written, "w") as archive:
             for name, content in ((KEY, self.key), (MEASURED, _entries(self.measured))):
                 archive.writestr(zipfile.ZipInfo(name), json.dumps(content, indent=1), zipfile.ZIP_DEFLATED)
@@ -88,15 +90,20 @@ class KernelFiles:
             folders, theirs, key = _checked(archive, path), json.loads(archive.read(KEY)), self.key
             if names := [name for name in {**key, **theirs} if theirs.get(name) != key.get(name)]:
                 raise ValueError("it is for " + "; ".join(f"{n} {theirs.get(n)}, not {key.get(n)}" for n in names))
+            measured = json.loads(archive.read(MEASURED))
+            if not isinstance(measured, dict) or not all(isinstance(part, dict) for part in measured.values()):
+                raise ValueError("its measurements are no sections of entries")
             for folder, members in folders.items():
-                manager = self.manager(folder)
-                if not all(map(manager.has_file, members)):
-                    files = {name: manager.put(archive.read(member), name) for name, member in members.items()}
-                    for name in files:
-                        if name.endswith(".json"):
-                            manager.put_group(name, files)
+                manager, lists = self.manager(folder), [name for name in members if name.endswith(".json")]
+                if not all(map(manager.has_file, members)) or not all(map(manager.get_group, lists)):
+                    files = {
+                        name: manager.get_file(name) or manager.put(archive.read(member), name)
+                        for name, member in members.items()
+                    }
+                    for name in lists:
+                        manager.put_group(name, files)
                     count += 1
-            self._add_measured(json.loads(archive.read(MEASURED)))
+            self._add_measured(measured)
         return count
 
     def _add_measured(self, found: Mapping[str, Mapping[str, Any]]) -> None:

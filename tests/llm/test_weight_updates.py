@@ -205,16 +205,6 @@ def test_what_cannot_be_loaded_changes_nothing(folders: tuple[Path, Path], tmp_p
 def test_blocks_on_disk_are_those_of_the_weights(folders: tuple[Path, Path], tmp_path: Path) -> None:
     """A block of the earlier weights is never found, and those of the folder's weights are when it is loaded again."""
     offload = {"kv_offload_dir": str(tmp_path / "kv"), "kv_offload_memory": 0.1}
-    prompt, params = [list(range(1, 60))], SamplingParams(temperature=0, max_tokens=1)
-
-    def num_restored(llm: LLM) -> int:
-        llm.generate(prompt, params)
-        offload = llm.engine.scheduler.cache.offload
-        assert offload is not None
-        while llm.engine.save_idle() or offload._pending:  # a block that is being written is not looked for on disk
-            time.sleep(0.001)
-        return offload.stats.num_restored
-
     with LLM(str(folders[0]), **SETTINGS, **offload) as llm:
         assert num_restored(llm) == 0
         llm.reset_prefix_cache()
@@ -226,6 +216,30 @@ def test_blocks_on_disk_are_those_of_the_weights(folders: tuple[Path, Path], tmp
         assert num_restored(llm) == before
         llm.load_weights(folders[0])
         assert num_restored(llm) == 2 * before
+
+
+def num_restored(llm: LLM) -> int:
+    """How many blocks were found in slower tiers once a prompt has been answered, and its blocks are written."""
+    llm.generate([list(range(1, 60))], SamplingParams(temperature=0, max_tokens=1))
+    offload = llm.engine.scheduler.cache.offload
+    assert offload is not None
+    while llm.engine.save_idle() or offload._pending:  # a block that is being written is not looked for on disk
+        time.sleep(0.001)
+    return offload.stats.num_restored
+
+
+def test_blocks_on_disk_are_those_of_the_configuration(folders: tuple[Path, Path], tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    shutil.copytree(folders[0], other)
+    config = json.loads((other / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps({**config, "rms_norm_eps": 0.5}))
+    offload = {"kv_offload_dir": str(tmp_path / "kv"), "kv_offload_memory": 0.1, "tokenizer": str(folders[0])}
+    found = []
+    for folder in (folders[0], other, folders[0]):
+        with LLM(str(folders[0]), **SETTINGS, **offload, hf_config_path=str(folder)) as llm:
+            found.append(num_restored(llm))
+    assert found[:2] == [0, 0]
+    assert found[2] > 0
 
 
 TRAINER = """

@@ -358,6 +358,19 @@ def test_a_model_may_read_text_alone(family: tuple[str, Path, PreTrainedModel]) 
             llm.generate(as_inputs(PROMPTS[:1]), GREEDY)
 
 
+@one_family
+def test_weights_alone_have_the_images_of_another_folder(
+    family: tuple[str, Path, PreTrainedModel], llm: LLM, tmp_path: Path
+) -> None:
+    for path in family[1].glob("*.safetensors*"):
+        shutil.copy(path, tmp_path)
+    own = {"hf_config_path": str(family[1]), "tokenizer": str(family[1])}
+    with LLM(tmp_path, **SETTINGS, **own) as other:
+        assert other.info.num_image_slots == llm.info.num_image_slots > 0
+        found, expected = (each.generate(as_inputs(PROMPTS[:1]), GREEDY)[0].outputs[0] for each in (other, llm))
+        assert found.token_ids == expected.token_ids
+
+
 @pytest.mark.parametrize("family", [PREFIX], indirect=True)
 @pytest.mark.parametrize("most", [6, 512])
 def test_a_prompt_attends_to_all_of_itself(most: int, family: tuple[str, Path, PreTrainedModel]) -> None:

@@ -83,9 +83,10 @@ class Float4Stored(StoredWeight):
 
     def rows(self, order: Order) -> Float4Stored:
         """Without a copy if they are equally far from each other."""
-        first, steps = int(order[0]), np.diff(order)
+        steps = np.diff(order)
         step = int(steps[0]) if len(steps) else 1
-        if step > 0 and np.all(steps == step):
+        if len(order) and step > 0 and np.all(steps == step):
+            first = int(order[0])
             return self._rows(slice(first, first + len(order) * step, step))
         group_scales = chosen_rows(self.group_scales_NG.view(torch.uint8), order).view(self.group_scales_NG.dtype)
         tensor_scales = None if self.tensor_scales_N is None else chosen_rows(self.tensor_scales_N, order)

@@ -14,6 +14,9 @@ from octavo.ops.dispatch import REFERENCE
 from octavo.ops.linear.grouped_linear import HALF, WORDS, Number, PackedGroups, grouped_linear, takes_groups
 from octavo.quant.stored.stored_weight import PackedWeight, WeightFormat
 
+LARGEST_SCALE = 2.0**17
+"""Of floating-point numbers: kernels multiply scales by what makes up for the numbers' exponents, in bfloat16."""
+
 
 class GroupedWeight(PackedWeight[PackedGroups]):
     """A weight packed for ``ops.grouped_linear``."""
@@ -52,6 +55,8 @@ def pack_groups(
     K = codes_NK.shape[1]
     length = group_length(number, K, group)
     if length is None or (length == K and minima_NG is not None):
+        return None
+    if number in ("e4m3", "e2m1") and not scales_NG.is_meta and bool(scales_NG.abs().max() > LARGEST_SCALE):
         return None
     group_of, is_same = torch.arange(0, K, length) // group, length == min(group, K)
 

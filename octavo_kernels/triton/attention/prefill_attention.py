@@ -101,7 +101,8 @@ def prefill_attention(
 
     With ``skip_single`` the rows of sequences that have exactly one are not written. Rows of no sequence never are.
     Keys are processed in tiles that begin at multiples of their size, and masked keys contribute exactly zero: with one
-    ``config`` a row's result is bitwise the same wherever its chunk begins and whatever the other rows are.
+    ``config`` a row's bits are the same wherever its chunk begins and whatever the other rows are, within
+    ``invariant()``; else more programs may share its keys where there are fewer rows.
     """
     T, N, H = q_TNH.shape
     K, block_size = k_cache.shape[1:3]
@@ -111,11 +112,10 @@ def prefill_attention(
     config = config or config_for(q_TNH.element_size(), head_block, shared_bytes(q_TNH.device))
     rows = max(config.rows, triton.next_power_of_2(group))
     full, at_once = T // (rows // group), triton.cdiv(RESIDENT * num_multiprocessors(q_TNH.device), K)
-    programs = min(full + min(S, max(MAX_SPARE, at_once - full)), MOST_BESIDE)
     can_share = not (window or is_invariant()) and part.size == 1 and head_block <= WIDEST_SHARED
     slots = _slots(q_TNH.device, K, full) if can_share else 0
-    programs, shares = max(programs, slots), K * slots * rows
-    run = run_of(k_cache, H)
+    programs = max(min(full + min(S, max(MAX_SPARE, at_once - full)), MOST_BESIDE), slots)
+    shares, run = K * slots * rows, run_of(k_cache, H)
     scale /= max(1, run)
     cap_in = 2 * LOG2_E.value * scale / softcap if softcap else 0.0  # capped scores need no further scale
     # fmt: off

@@ -92,9 +92,12 @@ def test_what_the_cache_has_stays_and_what_it_lacks_is_added(tmp_path: Path) -> 
     for kind in ("json", "cubin"):
         (cache / FOLDER / f"kernel.{kind}").write_text("its own")
     members = [f"cache/{folder}/kernel.{kind}" for folder in (FOLDER, OTHER) for kind in ("json", "cubin")]
-    assert files(cache).unpack(archive(tmp_path / "a.zip", *members)) == 1
+    assert files(cache).unpack(archive(tmp_path / "a.zip", *members)) == 2, (
+        "a process may end before it lists its files"
+    )
     assert (cache / FOLDER / "kernel.cubin").read_text() == "its own"
-    assert files_under(cache / OTHER) == {"kernel.json", "kernel.cubin", "__grp__kernel.json"}
+    for folder in (FOLDER, OTHER):
+        assert files_under(cache / folder) == {"kernel.json", "kernel.cubin", "__grp__kernel.json"}
     listed = json.loads((cache / OTHER / "__grp__kernel.json").read_text())["child_paths"]
     assert listed == {name: str(cache / OTHER / name) for name in ("kernel.json", "kernel.cubin")}
     assert set(os.listdir(cache)) == {FOLDER, OTHER}
@@ -207,3 +210,13 @@ def test_a_start_goes_on_without_a_file_that_it_cannot_use(
     loading._load(GPU, str(tmp_path / "gone.zip"))
     assert "No such file" in caplog.text
     assert not (tmp_path / "triton").exists()
+
+
+def test_nothing_is_written_where_measurements_are_damaged(tmp_path: Path) -> None:
+    path = tmp_path / "a.zip"
+    with zipfile.ZipFile(path, "w") as written:
+        for name, content in ((KEY, json.dumps(KEYS)), (MEASURED, "[1]"), (f"cache/{FOLDER}/kernel.cubin", "code")):
+            written.writestr(name, content)
+    with pytest.raises(ValueError, match="measurements"):
+        files(tmp_path / "cache").unpack(path)
+    assert not (tmp_path / "cache" / FOLDER / "kernel.cubin").exists()

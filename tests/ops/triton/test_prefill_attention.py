@@ -11,6 +11,7 @@ from torch import Tensor
 
 from octavo_kernels.triton.attention import prefill_attention as module
 from octavo_kernels.triton.attention.prefill_attention import CONFIGS, WIDE_HEADS, PrefillTile, prefill_attention
+from octavo_kernels.triton.launch import invariant
 from tests.ops.triton.paged_cases import Batch, Heads, make_batch
 from tests.tiers import one_in
 
@@ -191,7 +192,8 @@ def test_rows_do_not_depend_on_their_chunk_or_batch(heads: Heads, device: str) -
         chunk = make_batch(heads, [before, q_len, after], [50, done + q_len, after], seed=done)
         _give_prefix(chunk, whole, done, q_len, before)
         chunk.sinks_N = whole.sinks_N
-        out = run(chunk, device, config=config)[before : before + q_len]
+        with invariant():
+            out = run(chunk, device, config=config)[before : before + q_len]
         assert torch.equal(out, expected[done : done + q_len]), f"rows {done} to {done + q_len}"
         done += q_len
 
@@ -238,6 +240,10 @@ def test_few_rows_behind_long_contexts(
     check(batch, device, times=8)
     assert device != "cpu" or {2, 4} <= set(combined)
     assert torch.equal(run(batch, device).nan_to_num(), run(batch, device).nan_to_num()), "parts are added in one order"
+    combined.clear()
+    with invariant():
+        check(batch, device, times=8)
+    assert not combined, "other rows would decide how many parts there are"
 
 
 def test_rows_that_see_no_key_of_the_last_share(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
