@@ -18,7 +18,7 @@ import msgspec
 
 from octavo.cache.kv_events import KVEvent
 from octavo.config import ServeConfig
-from octavo.errors import ConfigError, OctavoError
+from octavo.errors import ConfigError, OctavoError, RequestFailed
 from octavo.system.cpus import num_cpus
 from octavo.telemetry.cache_view import CacheView, SessionOrder, SessionReport
 from octavo.telemetry.metrics import FleetMetrics, Metrics
@@ -28,7 +28,7 @@ from octavo_fleet.routing.routers import make_router
 from octavo_server.engines.async_engine import AsyncEngine
 from octavo_server.engines.engine_client import LiveProgress, OutputListener, SleepMode
 from octavo_server.engines.engine_stats import summed
-from octavo_server.engines.several_engines import SeveralEngines
+from octavo_server.engines.several_engines import SeveralEngines, errors_of
 from octavo_server.observe.step_log import StepLog
 from octavo_server.observe.timelines import KVEventRing, Timelines
 
@@ -161,12 +161,15 @@ class DataParallelEngine(SeveralEngines):
         for engine in reversed(self.engines):
             try:
                 await engine.load_adapter(name, path, content, replaces)
-            except OctavoError:
-                for earlier in done:
-                    if old is None:
-                        await earlier.unload_adapter(name)
-                    else:
-                        await earlier.load_adapter(name, old.path, old.digest, replaces=True)
+            except OctavoError as error:
+                back = await errors_of(
+                    earlier.unload_adapter(name)
+                    if old is None  # else it comes back by its alias, which is what requests name
+                    else earlier.load_adapter(name, old.path, old.digest, True, old.alias)
+                    for earlier in done
+                )
+                if any(back):
+                    raise RequestFailed(f"{error} The engines now have different adapters '{name}'.") from error
                 raise
             done.append(engine)
 

@@ -455,7 +455,7 @@ class AsyncEngine(RequestJournal):
 
     # --- adapters ---
 
-    async def load_adapter(self, name: str, path: str, content: str, replaces: bool = False) -> None:
+    async def load_adapter(self, name: str, path: str, content: str, replaces: bool = False, alias: str = "") -> None:
         """Load an adapter, so that requests can name it; see ``AdapterTable.add``. Wakes the engine.
 
         With ``replaces``, one of that name may be loaded; requests that began with it end with it. Raises
@@ -466,11 +466,11 @@ class AsyncEngine(RequestJournal):
             if name in self.adapters.paths and not replaces:
                 raise InvalidParameter("lora_name", f"An adapter called '{name}' is loaded already.")
             link = self._ready_link()
-            await self._unload_unused(link)
-            order = wire.LoadAdapter(link.generation, alias_of(name, content), path)
+            order = wire.LoadAdapter(link.generation, alias or alias_of(name, content), path)
+            await self._unload_unused(link, but=order.name)
             if not self.adapters.has_loaded(order.name) and (error := await link.change_adapter(order)):
                 raise InvalidParameter("lora_path", error)
-            self.adapters.add(name, path, content)
+            self.adapters.add(name, path, content, order.name)
 
     async def unload_adapter(self, name: str) -> None:
         """Reject new requests for an adapter, wait for its live ones, then unload it."""
@@ -482,9 +482,9 @@ class AsyncEngine(RequestJournal):
                 await self.wake_up()
                 await self._unload_unused(self._ready_link())
 
-    async def _unload_unused(self, link: EngineLink) -> None:
+    async def _unload_unused(self, link: EngineLink, but: str = "") -> None:
         """Unload the adapters that were replaced or unloaded, and whose last request has ended."""
-        for alias in self.adapters.take_unused({live.request.adapter for live in self._live.values()}):
+        for alias in self.adapters.take_unused({but, *(live.request.adapter for live in self._live.values())}):
             await link.change_adapter(wire.UnloadAdapter(link.generation, alias))
 
     async def prepare(self, link: EngineLink) -> None:

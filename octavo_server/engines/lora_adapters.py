@@ -49,12 +49,15 @@ class AdapterTable:
         """Whether the engine has this one, be it retired."""
         return alias in self.retired or any(self.known[name].alias == alias for name in self.paths)
 
-    def add(self, name: str, path: str, content: str) -> None:
-        """Register a loaded adapter, in place of an earlier one; ``content`` is the digest of its files."""
+    def add(self, name: str, path: str, content: str, alias: str = "") -> None:
+        """Register a loaded adapter, in place of an earlier one; ``content`` is the digest of its files.
+
+        ``alias`` is that of one which was replaced and comes back, by default ``alias_of`` it.
+        """
         if name in self.known:
             self.remove(name)
         self.paths[name] = path
-        self.known[name] = added = LoadedAdapter(path, content, alias_of(name, content))
+        self.known[name] = added = LoadedAdapter(path, content, alias or alias_of(name, content))
         self.retired.pop(added.alias, None)
 
     def remove(self, name: str) -> None:

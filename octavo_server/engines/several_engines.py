@@ -71,13 +71,13 @@ class SeveralEngines:
     async def _change_all(self, change: Callable[[AsyncEngine], Awaitable[object]]) -> None:
         """``_change_weights`` without the lock."""
         folders = [engine.weights_folder for engine in self.engines]
-        errors = await _errors(change(engine) for engine in self.engines)
+        errors = await errors_of(change(engine) for engine in self.engines)
         failed = [error for error in errors if error is not None]
         if not failed:
             return
         if len(failed) < len(errors):
             # What an engine keeps of a broadcast has no folder, so those that failed give it up, too.
-            back = await _errors(
+            back = await errors_of(
                 engine.update_weights(*folder)
                 for engine, folder, error in zip(self.engines, folders, errors, strict=True)
                 if error is None or engine.weight_version != folder[1]
@@ -108,7 +108,7 @@ class SeveralEngines:
         return sum((engine.live_owners for engine in self.engines), Counter())
 
 
-async def _errors(tasks: Iterable[Awaitable[object]]) -> list[BaseException | None]:
+async def errors_of(tasks: Iterable[Awaitable[object]]) -> list[BaseException | None]:
     """Wait for all; their errors, in order."""
     results = await asyncio.gather(*tasks, return_exceptions=True)
     return [result if isinstance(result, BaseException) else None for result in results]

@@ -270,11 +270,13 @@ def test_answers_name_the_weights_of_the_engine_that_computes_them() -> None:
 def test_an_adapter_that_one_engine_cannot_replace_is_the_earlier_one_in_all(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[tuple[int, str]] = []
 
-    async def load(engine: AsyncEngine, name: str, path: str, content: str, replaces: bool = False) -> None:
+    async def load(
+        engine: AsyncEngine, name: str, path: str, content: str, replaces: bool = False, alias: str = ""
+    ) -> None:
         asked.append((every.engines.index(engine), path))
         if path == "bad" and engine is every.engines[0]:
             raise InvalidParameter("lora_path", "It is of another model.")
-        engine.adapters.add(name, path, content)
+        engine.adapters.add(name, path, content, alias)
 
     monkeypatch.setattr(AsyncEngine, "load_adapter", load)
     config = ServeConfig.from_flat({"model": "x", "data_parallel_size": SIZE, "enable_lora": True})

@@ -1,0 +1,64 @@
+"""What engines hold of adapters that are replaced, where something fails meanwhile. The engine processes are stubs."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+from octavo.config import ServeConfig
+from octavo.errors import RequestFailed, Unavailable
+from octavo_fleet.data_parallel import DataParallelEngine
+from octavo_server.engines import wire
+from octavo_server.engines.engine_link import EngineLink
+from tests.server.forked_engine import forked
+
+
+class StubLink:
+    """An engine process that takes every adapter."""
+
+    generation = 1
+
+    def __init__(self, *held: str) -> None:
+        self.held = {*held}
+        """Names of the adapters that it has."""
+
+    async def change_adapter(self, order: wire.LoadAdapter | wire.UnloadAdapter) -> str:
+        if isinstance(order, wire.LoadAdapter):
+            self.held.add(order.name)
+        else:
+            self.held.remove(order.name)
+        return ""
+
+
+@pytest.fixture
+def settings(tmp_path: Path) -> dict[str, Any]:
+    """Of a server with an adapter called a."""
+    for file in ("adapter_config.json", "adapter_model.safetensors"):
+        (tmp_path / file).write_text("{}")
+    return {"model": "x", "enable_lora": True, "lora_modules": f"a={tmp_path}"}
+
+
+@pytest.mark.parametrize("goes_back", [True, False])
+def test_an_adapter_that_one_engine_cannot_replace_keeps_the_name_by_which_requests_ask_for_it(
+    monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], goes_back: bool
+) -> None:
+    every = DataParallelEngine(ServeConfig.from_flat({**settings, "data_parallel_size": 2}), forked("oracle_engine"))
+    first, second = every.engines
+    link = StubLink("a")
+    links = [link] * (2 if goes_back else 1)
+
+    def ready_link() -> EngineLink:
+        if not links:
+            raise Unavailable("It is gone, too.")
+        return cast(EngineLink, links.pop())
+
+    monkeypatch.setattr(second, "_ready_link", ready_link)
+    error, message = (Unavailable, "restarting.$") if goes_back else (RequestFailed, "restarting. The engines now have")
+    with pytest.raises(error, match=message):  # the first has not started
+        asyncio.run(every.load_adapter("a", "new", "1" * 64, replaces=True))
+    assert first.adapters.alias("a") == "a"
+    assert (second.adapters.alias("a") == "a") == goes_back
+    assert link.held == {"a", f"a,{'1' * 16}"}
