@@ -495,7 +495,7 @@ class AsyncEngine(RequestJournal):
         await self.adapters.load_all_again(link)
         for live in list(self._live.values()):
             try:
-                self.adapters.check(adapter_name(live.request.adapter))
+                self.adapters.check_loaded(live.request.adapter)
             except RequestError as error:
                 self._fail(live, error)
 

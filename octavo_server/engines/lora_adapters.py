@@ -78,7 +78,6 @@ class AdapterTable:
 
     def take_back(self, name: str) -> None:
         """Serve an adapter again after the current engine process loaded it."""
-        self.known[name].deaths = 0
         self.paths[name] = self.known[name].path
 
     def leave_out(self, name: str) -> None:
@@ -89,9 +88,6 @@ class AdapterTable:
         """Load what the previous engine process had; leave out what fails. Raises ``OctavoError`` if it ends."""
         for name, adapter in list(self.known.items()):
             error = await _load_again(link, adapter)
-            if link.closed.is_set():
-                adapter.deaths += 1
-                raise OctavoError(f"the engine process ended while it loaded the adapter {name}")
             if name not in self.known:  # unloaded meanwhile
                 await link.change_adapter(wire.UnloadAdapter(link.generation, adapter.alias))
             elif error:
@@ -107,8 +103,12 @@ class AdapterTable:
     def check(self, name: str) -> None:
         """Raise ``ModelNotFound`` for an adapter that was left out."""
         if name in self.known and name not in self.paths:
-            message = f"The adapter `{name}` could not be loaded again when the engine was restarted, and is left out."
-            raise ModelNotFound(message, param="model")
+            raise _left_out(name)
+
+    def check_loaded(self, alias: str) -> None:
+        """Raise ``ModelNotFound`` for a request that began with an adapter which the engine has no more."""
+        if alias and not self.has_loaded(alias):
+            raise _left_out(adapter_name(alias))
 
     def salted(self, name: str, salt: str) -> str:
         """The prefix-cache salt of a request for adapter ``name`` ("" = base model): equal contents share blocks.
@@ -129,15 +129,29 @@ def adapter_name(alias: str) -> str:
     return alias.partition(",")[0]
 
 
+def _left_out(name: str) -> ModelNotFound:
+    message = f"The adapter `{name}` could not be loaded again when the engine was restarted, and is left out."
+    return ModelNotFound(message, param="model")
+
+
 async def _load_again(link: EngineLink, adapter: LoadedAdapter) -> str:
-    """Load an adapter into another engine process if its files are unchanged; return the error message, or ""."""
+    """Load an adapter into another engine process if its files are unchanged; return the error message, or "".
+
+    Raises ``OctavoError`` if the process ends.
+    """
     if adapter.deaths >= MAX_DEATHS:
         adapter.deaths = 0  # retried at the next restart
         return "engine processes die while they load it"
     try:
         content = await asyncio.to_thread(digest, adapter.path)
-    except ConfigError as error:
-        return str(error)
+    except ConfigError as unreadable:
+        return str(unreadable)
     if content != adapter.digest:
         return f"{adapter.path}: its files have changed since it was loaded"
-    return await link.change_adapter(wire.LoadAdapter(link.generation, adapter.alias, adapter.path))
+    error = await link.change_adapter(wire.LoadAdapter(link.generation, adapter.alias, adapter.path))
+    if link.closed.is_set():
+        adapter.deaths += 1
+        raise OctavoError(f"the engine process ended while it loaded the adapter {adapter_name(adapter.alias)}")
+    if not error:
+        adapter.deaths = 0
+    return error
