@@ -91,8 +91,14 @@ def shared_memory() -> set[str]:
 
 
 async def are_gone(pids: list[int]) -> bool:
+    def runs(pid: int) -> bool:
+        try:
+            return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+        except psutil.NoSuchProcess:
+            return False
+
     async with asyncio.timeout(10):
-        while any(psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE for pid in pids):
+        while any(map(runs, pids)):
             await asyncio.sleep(0.02)
     return True
 

@@ -68,7 +68,7 @@ def test_a_run_that_was_killed_computes_the_rest(tmp_path: Path, capfd: pytest.C
     """Its results are those of a run that nothing stopped, and none that was written is computed again."""
     source, target, whole = tmp_path / "in.jsonl", tmp_path / "out.jsonl", tmp_path / "whole.jsonl"
     partial = tmp_path / "out.jsonl.partial"
-    write(source, *((COMPLETIONS, {"prompt": f"{i} and", "max_tokens": 40, "seed": i}) for i in range(60)))
+    write(source, *((COMPLETIONS, {"prompt": f"{i} and", "max_tokens": 80, "seed": i}) for i in range(60)))
     command = ["run-batch", str(source), str(target), "--backend", "toy", "--max-num-seqs", "4"]
     killed = subprocess.Popen([sys.executable, "-m", "octavo", *command], stderr=subprocess.DEVNULL)
     while not partial.exists() or partial.read_bytes().count(b"\n") < 5:

@@ -199,6 +199,8 @@ def test_a_request_ends_with_the_adapter_with_which_it_began(served: Served) -> 
         loading = pool.submit(load, "third")
         os.kill(pid, signal.SIGCONT)
         assert loading.result(60) == 200
+        os.kill(pid, signal.SIGSTOP)
+        assert served.server.get("/load").json()["server_load"] == 1, "it must not have ended before the engine does"
         kill_engine(served)
         early.result(60)
     served.models["step"] = served.models["third"]
