@@ -138,6 +138,8 @@ class Unavailable(RequestError):
 class Withdrawn(Unavailable):
     """Whoever operates the server ended this request before it was finished."""
 
+    code = "request_withdrawn"
+
 
 class DeadlineExceeded(RequestError):
     """The request did not finish within the client's timeout, or the server's."""

@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator
 from urllib.parse import urlsplit
 
 from octavo.config import ServeConfig
-from octavo.errors import ConfigError, QueueFull, RequestError, Unavailable
+from octavo.errors import ConfigError, QueueFull, RequestError, Unavailable, Withdrawn
 from octavo.telemetry.counts import Condition
 from octavo.telemetry.metrics import Metrics
 from octavo_fleet.proxy.connections import (
@@ -111,6 +111,11 @@ class UpstreamAnswer:
                 pieces.append(await self.read())
                 num_bytes += len(pieces[-1])
             self.first, self.is_whole = b"".join(pieces), not pieces[-1]
+
+    @property
+    def is_refusal(self) -> bool:
+        """Whether the upstream takes no requests now, unlike where an operator ended one that was computed."""
+        return self.status == BUSY and Withdrawn.code.encode() not in self.first
 
 
 class Upstream:
@@ -286,7 +291,7 @@ class Upstream:
                 async with server.connections.request(method, target, headers, sent) as connection:
                     answer = UpstreamAnswer(connection)
                     await answer.receive_first()
-                    if answer.status == BUSY and stores_nothing and self._others(tried):
+                    if answer.is_refusal and stores_nothing and self._others(tried):
                         raise ConnectionFailed("it takes no requests now")
                     is_begun = True
                     yield answer

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import httpx
 import pytest
 
-from octavo.errors import RequestFailed
+from octavo.errors import RequestFailed, Withdrawn
 from octavo_server.http import request_body
 from tests.server.conftest import Served, execute, fill
 from tests.server.in_process import InProcessEngine
@@ -81,6 +81,7 @@ ASKS: dict[str, tuple[dict[str, Any], Ask]] = {
     "request_failed": ({}, lambda s: s.complete()),
     "internal_error": ({}, lambda s: s.complete()),
     "engine_unavailable": ({}, lambda s: s.complete()),
+    "request_withdrawn": ({}, lambda s: s.complete()),
     "deadline_exceeded": ({}, lambda s: s.complete(timeout=0.01)),
     "storage_full": ({}, lambda s: s.client.post("/v1/responses", json={"input": "x"})),
     "storage_damaged": ({}, lambda s: s.client.get("/v1/files/bad")),
@@ -99,6 +100,7 @@ ENGINES: dict[str, Callable[[], InProcessEngine]] = {
     "rate_limit_exceeded": FullEngine,
     "request_failed": lambda: InProcessEngine(errors={0: RequestFailed("It fails.")}),
     "engine_unavailable": lambda: InProcessEngine(is_draining=True),
+    "request_withdrawn": lambda: InProcessEngine(errors={0: Withdrawn("The generation was paused.")}),
     "deadline_exceeded": lambda: InProcessEngine(runs=False),
 }
 HEADERS = {
@@ -106,6 +108,7 @@ HEADERS = {
     "method_not_allowed": "allow",
     "rate_limit_exceeded": "retry-after",
     "engine_unavailable": "retry-after",
+    "request_withdrawn": "retry-after",
     "storage_full": "retry-after",
     "storage_unavailable": "retry-after",
     "deadline_exceeded": "x-should-retry",

@@ -20,7 +20,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from octavo.config import ServeConfig
-from octavo.errors import ConfigError, OctavoError
+from octavo.errors import ConfigError, OctavoError, Withdrawn
 from octavo.telemetry.cache_view import SessionOrder, SessionReport, SessionView
 from octavo_fleet.proxy.upstream import Upstream
 from tests.server.conftest import Served
@@ -264,6 +264,16 @@ def test_a_server_that_drains_leaves_requests_to_another(start: Callable[..., Pr
     second.close()
     proxy.upstream._servers[1].is_up = False
     assert proxy.client.post("/v1/completions", json=PROMPT).content == b"[]", "what the last one says is told"
+
+
+def test_a_request_that_an_operator_ended_is_not_computed_again(start: Callable[..., Proxy]) -> None:
+    body = json.dumps({"error": {"code": Withdrawn.code}}).encode()
+    servers = [Raw(b"HTTP/1.1 503 B\r\ncontent-length: %d\r\n\r\n%b" % (len(body), body)) for _ in range(2)]
+    proxy = start(",".join(server.url for server in servers))
+    answer = proxy.client.post("/v1/completions", json=PROMPT)
+    assert (answer.status_code, answer.content) == (503, body)
+    assert sum(len(server.requests) for server in servers) == 1
+    assert all(server.is_up for server in proxy.upstream._servers)
 
 
 def test_an_upstream_that_is_down(start: Callable[..., Proxy]) -> None:
