@@ -36,16 +36,19 @@ class SleepingMemory:
     def free(self, owner: object, without_content: Iterable[Tensor] = ()) -> None:
         """Free all device memory that ``owner`` refers to, directly or not; that of some tensors need not be kept.
 
-        No kernel may use it any more. Raises ``RunnerError``, and frees nothing, if the host has too little memory.
+        No kernel may use it any more. A part that was not restored since the last call stays as it is. Raises
+        ``RunnerError``, and frees nothing, if the host has too little memory.
         """
         lost = _storages(without_content)
         every = _storages(device_tensors(owner, self._device.type))
-        kept = [storage for at, storage in every.items() if at not in lost]
-        host = self._host_memory(sum(storage.nbytes() for storage in kept))
-        self._kept, self._lost = ([(storage, storage.nbytes()) for storage in part] for part in (kept, lost.values()))
-        for storage, place in self._places(host):
-            place.copy_(_content(storage), non_blocking=True)
-        self._wait()
+        if not self._kept:  # else the host memory has their contents
+            kept = [storage for at, storage in every.items() if at not in lost]
+            host = self._host_memory(sum(storage.nbytes() for storage in kept))
+            self._kept = [(storage, storage.nbytes()) for storage in kept]
+            for storage, place in self._places(host):
+                place.copy_(_content(storage), non_blocking=True)
+            self._wait()
+        self._lost += [(storage, storage.nbytes()) for storage in lost.values()]
         for storage, _ in (*self._kept, *self._lost):
             storage.resize_(0)
         if is_gpu(self._device):

@@ -80,6 +80,25 @@ def test_weights_and_cache_are_restored_one_after_the_other() -> None:
         assert pool.untyped_storage().nbytes() == 2048
 
 
+@pytest.mark.parametrize("first", MEMORY_PARTS)
+def test_what_is_partly_restored_is_freed_again(first: MemoryPart) -> None:
+    owner, memory, pool = Owner(), SleepingMemory(CPU), torch.empty(512)
+    expected = owner.weight + 1
+    for _ in range(2):
+        memory.free((owner, pool), [pool])
+        memory.restore(["weights"])
+        owner.weight[:] = expected  # as an update does
+        memory.free((owner, pool), [pool])
+        assert not pool.untyped_storage().nbytes(), "the memory is another program's"
+        memory.restore([first])
+        memory.free((owner, pool), [pool])
+        memory.free((owner, pool), [pool])
+        assert not owner.weight.untyped_storage().nbytes() + pool.untyped_storage().nbytes()
+        memory.restore()
+        assert torch.equal(owner.weight, expected)
+        assert pool.untyped_storage().nbytes() == 2048
+
+
 def test_nothing_is_freed_if_the_host_has_too_little_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sleeping_memory, "free_memory", lambda *_: 1000)
     owner = Owner()
@@ -119,6 +138,31 @@ def test_weights_can_be_loaded_before_there_is_a_cache(loaded: Loaded) -> None:
     engine.wake()
     assert tokens_of(run(engine, requests(6))) == expected
     engine.check()
+
+
+def test_weights_sleep_again_without_the_cache_taking_memory(loaded: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine: Any = stream_engine(loaded)
+    engine.sleeper = runner = engine.runner
+    expected, checksums = tokens_of(run(engine, requests(6))), runner.send(ReadChecksums()).wait()
+    engine.sleep()
+    engine.wake(["weights"])
+    with monkeypatch.context() as patch:
+        patch.setattr(runner.executor._memory, "restore", _out_of_memory)
+        patch.setattr(sleeping_memory, "free_memory", lambda *_: 0)
+        runner.executor._memory._host = None
+        with pytest.raises(RunnerError, match="GiB of host memory"):
+            engine.sleep()
+        assert runner.send(ReadChecksums()).wait() == checksums
+        patch.undo()
+        patch.setattr(runner.executor._memory, "restore", _out_of_memory)
+        engine.sleep()
+    engine.wake()
+    assert tokens_of(run(engine, requests(6))) == expected
+    engine.check()
+
+
+def _out_of_memory(*_: Any) -> None:
+    raise torch.OutOfMemoryError
 
 
 def test_sleeping_weights_are_not_written_over(loaded: Loaded) -> None:

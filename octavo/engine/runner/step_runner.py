@@ -224,14 +224,14 @@ class StepRunner:
 
     def sleep(self) -> None:
         """See ``Sleeper``. All messages of other threads wait until all is awake."""
-        if self._asleep:
-            self.wake(self._asleep)
-        self._sending.acquire()
+        if not self._asleep:
+            self._sending.acquire()
         try:
             self.executor.send(Sleep()).wait()
             self._asleep = {"weights", "kv_cache"}
         except BaseException:
-            self._sending.release()
+            if not self._asleep:
+                self._sending.release()
             raise
 
     def wake(self, parts: Collection[MemoryPart]) -> None:
