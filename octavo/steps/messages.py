@@ -342,7 +342,7 @@ class Encode(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 class Sleep(msgspec.Struct, frozen=True, array_like=True, tag=True, gc=False):
     """Free the device's memory until ``Wake``; host memory keeps the weights, blocks lose their content. For executors
-    of one CUDA device. Once weights are awake, ``LoadWeights`` and ``ReadChecksums`` may follow, before that nothing.
+    of one CUDA device. Once weights are awake, ``OfWeights`` may follow, before that nothing.
 
     Fails with a ``RunnerError``, and then nothing is changed, if the host has too little memory."""
 
@@ -353,23 +353,11 @@ class Wake(msgspec.Struct, frozen=True, array_like=True, tag=True, gc=False):
     parts: list[MemoryPart]
 
 
+OfWeights = LoadAdapter | UnloadAdapter | LoadWeights | ReadChecksums
+"""Messages that use weights, and no blocks."""
 Tuning = PrepareTuning | MeasureKernels | UseKernels
 Power = Sleep | Wake
-Message = (
-    Step
-    | Encode
-    | EncodeImages
-    | CacheCopy
-    | LoadAdapter
-    | UnloadAdapter
-    | LoadWeights
-    | ReadChecksums
-    | ReadExperts
-    | MoveExperts
-    | Compile
-    | Tuning
-    | Power
-)
+Message = Step | Encode | EncodeImages | CacheCopy | OfWeights | ReadExperts | MoveExperts | Compile | Tuning | Power
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)

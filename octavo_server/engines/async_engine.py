@@ -281,6 +281,7 @@ class AsyncEngine(RequestJournal):
                 raise InvalidParameter("update_info", error)
 
     async def _link_with_weights(self) -> EngineLink:
+        """The engine process; wakes it unless its weights are awake, as a trainer may have the memory of the rest."""
         if not self._has_weights:
             await self.wake_up()
         return self._ready_link()
@@ -456,16 +457,15 @@ class AsyncEngine(RequestJournal):
     # --- adapters ---
 
     async def load_adapter(self, name: str, path: str, content: str, replaces: bool = False, alias: str = "") -> None:
-        """Load an adapter, so that requests can name it; see ``AdapterTable.add``. Wakes the engine.
+        """Load an adapter, so that requests can name it; see ``AdapterTable.add``. Wakes the weights.
 
         With ``replaces``, one of that name may be loaded; requests that began with it end with it. Raises
         ``InvalidParameter`` if the engine rejects it, and ``Unavailable`` while the engine restarts.
         """
-        await self.wake_up()
         async with self._changing_adapters:
             if name in self.adapters.paths and not replaces:
                 raise InvalidParameter("lora_name", f"An adapter called '{name}' is loaded already.")
-            link = self._ready_link()
+            link = await self._link_with_weights()
             order = wire.LoadAdapter(link.generation, alias or alias_of(name, content), path)
             await self._unload_unused(link, but=order.name)
             if not self.adapters.has_loaded(order.name) and (error := await link.change_adapter(order)):
@@ -479,8 +479,7 @@ class AsyncEngine(RequestJournal):
             await asyncio.sleep(DRAIN_POLL_SECONDS)
         async with self._changing_adapters:
             if self.adapters.retired and self._supervisor.link is not None:
-                await self.wake_up()
-                await self._unload_unused(self._ready_link())
+                await self._unload_unused(await self._link_with_weights())
 
     async def _unload_unused(self, link: EngineLink, but: str = "") -> None:
         """Unload the adapters that were replaced or unloaded, and whose last request has ended."""

@@ -131,6 +131,20 @@ def test_adapters_take_the_slots_of_unloaded_ones(made: Made) -> None:
         made.check(request.adapter, outputs)
 
 
+def test_adapters_are_loaded_before_there_is_a_cache(made: Made) -> None:
+    engine: Any = without_host(made.build(["a0", "a1"]))
+    engine.sleeper = engine.runner
+    engine.sleep()
+    engine.wake(["weights"])
+    engine.adapters.unload("a0")
+    engine.adapters.load("a2", str(made.home / "a2"))
+    assert not any(pool.untyped_storage().nbytes() for pool in engine.runner.executor._pool)
+    engine.wake(["kv_cache"])
+    some = [ask(i, name) for i, name in enumerate(["a1", "a2", ""])]
+    for request, outputs in zip(some, serve(engine, some).values(), strict=True):
+        made.check(request.adapter, outputs)
+
+
 def test_a_rank_for_which_there_is_no_room_is_refused(made: Made, tmp_path: Path) -> None:
     engine = made.build([])
     make_adapter(made.home / "base", tmp_path, 9, r=17)

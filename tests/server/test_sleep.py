@@ -9,7 +9,7 @@ from typing import Any
 import psutil
 import pytest
 
-from octavo.errors import RequestError, Unavailable
+from octavo.errors import InvalidParameter, RequestError, Unavailable
 from octavo.sampling_params import SamplingParams
 from octavo.types import MEMORY_PARTS, MemoryPart, Request
 from octavo_server.engines.async_engine import AsyncEngine
@@ -257,6 +257,21 @@ def test_a_request_wakes_all_of_an_engine_that_is_partly_awake(knobs: dict[str, 
             await waking
             assert_right([stream])
             assert (engine.sleep_level, engine.asleep) == (0, set())
+
+    asyncio.run(main())
+
+
+def test_adapters_take_no_memory_of_the_cache() -> None:
+    async def main() -> None:
+        async with running(sleeps=True) as engine:
+            await engine.sleep()
+            await engine.wake_up(["weights"])
+            with pytest.raises(InvalidParameter, match="takes no adapters"):
+                await engine.load_adapter("one", "/one", "1")
+            engine.adapters.add("one", "/one", "1")
+            await engine.unload_adapter("one")
+            assert not engine.adapters.retired
+            assert (engine.sleep_level, engine.asleep) == (1, {"kv_cache"})
 
     asyncio.run(main())
 

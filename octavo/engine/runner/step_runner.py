@@ -31,6 +31,7 @@ from octavo.steps.messages import (
     Executor,
     LoadWeights,
     Message,
+    OfWeights,
     ReadBlock,
     ReadChecksums,
     ReadRoutes,
@@ -105,7 +106,7 @@ class StepRunner:
 
     def send(self, message: Message) -> Reply[Any]:
         """Send ``message`` to the executor, which executes it after all earlier ones."""
-        if self._asleep and isinstance(message, LoadWeights | ReadChecksums):  # of the thread that made it sleep
+        if self._asleep and isinstance(message, OfWeights):  # of the thread that made it sleep
             return self.executor.send(message)
         with self._turn():
             return self.executor.send(message)
