@@ -212,12 +212,10 @@ class Journal:
 
     def _check_adapter(self, head: RequestHead) -> None:
         """Raise ``ModelNotFound`` unless the request's adapter is served, with the same content."""
-        adapters = self.engine.adapters
-        is_served = not head.adapter or head.adapter in adapters.paths
-        if not is_served or not head.cache_salt.startswith(adapters.salted(head.adapter, "")):
-            raise ModelNotFound(
-                f"The adapter `{adapter_name(head.adapter)}` is not served now, or has changed.", param="model"
-            )
+        adapters, name = self.engine.adapters, adapter_name(head.adapter)
+        is_served = not name or name in adapters.paths
+        if not is_served or not head.cache_salt.startswith(adapters.salted(name, "")):
+            raise ModelNotFound(f"The adapter `{name}` is not served now, or has changed.", param="model")
 
     # --- requests ---
 

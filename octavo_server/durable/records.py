@@ -32,7 +32,7 @@ class RequestHead(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """Digest of the path and the body."""
     fingerprint: str
     adapter: str
-    """Name of the LoRA adapter of all choices."""
+    """Alias in the engine of the LoRA adapter of all choices."""
     cache_salt: str
     num_choices: int
     weights: str = FIRST_WEIGHTS

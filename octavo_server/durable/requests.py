@@ -42,6 +42,7 @@ from octavo_server.durable.records import (
 from octavo_server.durable.recovery import Restored
 from octavo_server.durable.synced_log import Damage
 from octavo_server.engines.engine_client import EngineClient
+from octavo_server.engines.lora_adapters import adapter_name
 from octavo_server.generation import Generation, Prompt
 from octavo_server.tenants.api_keys import Account
 
@@ -179,10 +180,10 @@ class DurableRequest:
                 request = live.begin.requests[index]
                 live.engine_ids[index] = id
                 engine.timelines.own(id, self.head.owner)
-                engine.add(
-                    msgspec.structs.replace(request, id=id, output_tokens=tokens, arrival=now, owner=self.head.owner),
-                    _Listener(self, index),
-                )
+                adapter = engine.adapters.alias(adapter_name(request.adapter))  # another one, if it is of the settings
+                changes = {"id": id, "output_tokens": tokens, "arrival": now, "owner": self.head.owner}
+                again = msgspec.structs.replace(request, adapter=adapter, **changes)
+                engine.add(again, _Listener(self, index))
         except BaseException:
             self._abort_all(live)
             raise

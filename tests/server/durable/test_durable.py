@@ -21,6 +21,7 @@ from typing import Any
 import httpx
 import pytest
 
+from octavo.config import ModelSettings
 from octavo.errors import ConfigError, RequestFailed
 from octavo.grammar.trial_queue import TrialQueue
 from octavo.types import Output, Request
@@ -28,6 +29,7 @@ from octavo_server.durable import journal, synced_log
 from octavo_server.durable.records import NewWeights
 from octavo_server.durable.synced_log import log_files
 from octavo_server.engines.engine_client import OutputListener
+from octavo_server.engines.lora_adapters import AdapterTable
 from octavo_server.engines.request_table import had_grammars
 from tests.server.child_engine import ROOT
 from tests.server.conftest import Served
@@ -380,6 +382,35 @@ def test_a_request_whose_choices_have_several_weights_does_not_go_on(tmp_path: P
         served.call(lambda: first.listener.on_weights("8"))
     with serving(tmp_path, runs=False) as served:
         assert not served.engine.requests
+
+
+@pytest.mark.parametrize("is_changed", [False, True])
+def test_a_request_of_a_loaded_adapter_goes_on_with_that_of_the_settings(tmp_path: Path, is_changed: bool) -> None:
+    """If that has the same contents."""
+    folder = tmp_path / "adapter"
+    folder.mkdir()
+    for file in ("adapter_config.json", "adapter_model.safetensors"):
+        (folder / file).write_text("{}")
+    settings = ModelSettings(enable_lora=True, lora_modules=f"step={folder}")
+
+    @contextmanager
+    def serving_adapters() -> Iterator[Served]:
+        engine = PacedEngine(runs=False, adapters=AdapterTable(settings))
+        served = Served(engine, byte_tokenizer(), {"journal": str(tmp_path / "journal"), "enable_lora": True})
+        try:
+            yield served
+        finally:
+            served.stop()
+
+    with serving_adapters() as served:
+        adapters = served.engine.adapters
+        served.call(lambda: adapters.add("step", str(folder), adapters.known["step"].digest))
+        begin_unfinished(served, 3, model="step")
+        assert served.engine.requests[0].adapter == adapters.alias("step") != "step"
+    if is_changed:
+        (folder / "adapter_config.json").write_text("{ }")
+    with serving_adapters() as served:
+        assert [again.adapter for again in served.engine.requests] == ([] if is_changed else ["step"])
 
 
 def noted_weights(monkeypatch: pytest.MonkeyPatch) -> list[str]:
