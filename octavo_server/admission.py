@@ -14,7 +14,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import repeat
 from typing import Literal
 
@@ -327,8 +326,7 @@ class Admission:
             return None
         marks = client_request.answer_marks
         text = self.tokenizer.decode(prompt.tokens, False) if prompt.text is None else prompt.text
-        encode = partial(self.tokenizer.encode, add_special_tokens=False)
-        return format.thinking_budget(budget, text, encode, marks is not None and marks.is_begun)
+        return format.thinking_budget(budget, text, self.tokenizer.encode_mark, marks is not None and marks.is_begun)
 
     def eos_token_ids(self, params: SamplingParams) -> tuple[int, ...]:
         """The tokens that end a text."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import partial
 from itertools import islice, zip_longest
 from typing import Any, NamedTuple
 
@@ -90,7 +89,7 @@ def _thinking_budget(num_tokens: int | None, prompt: list[int], tokenizer: Token
         message = "'thinking_token_budget' needs a model whose chat template marks reasoning."
         raise InvalidParameter("thinking_token_budget", message)
     end = tokenizer.decode(prompt[-MOST_OF_A_MARK:], skip_special_tokens=False)
-    return format.thinking_budget(num_tokens, end, partial(tokenizer.encode, add_special_tokens=False))
+    return format.thinking_budget(num_tokens, end, tokenizer.encode_mark)
 
 
 def check_task(task: Task, info: EngineInfo) -> None:

@@ -98,6 +98,8 @@ class Tokenizer:
         self._parallel: ParallelTokenizer | None = None
         self._texts_showing: dict[frozenset[int], dict[int, str]] = {}
         """Cache of ``complete_texts_showing``; a model has one or two sets of shown special tokens."""
+        self._marks: dict[str, list[int]] = {}
+        """Cache of ``encode_mark``."""
 
     def prepare_to_encode(self) -> None:
         """Warm up for encoding many texts: spends up to a second so that each ``encode`` is faster."""
@@ -123,6 +125,12 @@ class Tokenizer:
             return self._parallel.encode(text, add_special_tokens)
         (encoding,) = encode_texts(self._backend, [text], add_special_tokens)
         return list(encoding.ids)
+
+    def encode_mark(self, text: str) -> list[int]:
+        """Token ids of a mark of the model's format, alone; they are kept, so no client may choose ``text``."""
+        if text not in self._marks:
+            self._marks[text] = self.encode(text, add_special_tokens=False)
+        return self._marks[text]
 
     def encode_all(self, texts: Sequence[str]) -> list[list[int]]:
         """``encode`` of each text; the library encodes several at the same time."""

@@ -10,6 +10,7 @@ import httpx
 import pytest
 
 from octavo.errors import Withdrawn
+from octavo.text import tokenizer
 from tests.server.conftest import Served
 from tests.server.in_process import ANSWER, InProcessEngine
 from tests.server.test_response import events
@@ -148,10 +149,14 @@ def test_a_request_that_a_pause_ends_has_its_tokens(serve_app: Any, stream: bool
     assert sum(part["finish_reason"] == "abort" for part in parts) == 2
 
 
-def test_a_thinking_budget_binds_token_ids(serve_app: Any) -> None:
+def test_a_thinking_budget_binds_token_ids(serve_app: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its marks are encoded for the first request alone."""
     served = serve_app(reasoning_parser="deepseek_r1")
-    generate(served, sampling_params={"thinking_token_budget": 3})
-    assert served.engine.requests[-1].thinking.num_tokens == 3
+    for number in (3, 4):
+        generate(served, sampling_params={"thinking_token_budget": number})
+        assert served.engine.requests[-1].thinking.num_tokens == number
+        monkeypatch.setattr(tokenizer, "encode_texts", None)
+    assert served.engine.requests[0].thinking.closes == served.engine.requests[1].thinking.closes
 
 
 BODIES: list[tuple[str, dict[str, Any]]] = [
