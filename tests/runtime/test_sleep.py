@@ -17,7 +17,7 @@ from octavo.ops.dispatch import REFERENCE
 from octavo.runtime import sleeping_memory
 from octavo.runtime.sleeping_memory import SleepingMemory, device_tensors
 from octavo.steps.graph_shapes import GraphLimits, StepShape, first_shapes, graph_shapes
-from octavo.steps.messages import Compile, ReadChecksums, Step
+from octavo.steps.messages import Compile, LoadAdapter, LoadWeights, ReadChecksums, Step, UnloadAdapter
 from octavo.types import MEMORY_PARTS, MemoryPart
 from octavo_bench.offline import wait_until_prepared
 from tests.runtime.making import CPU
@@ -165,14 +165,15 @@ def _out_of_memory(*_: Any) -> None:
     raise torch.OutOfMemoryError
 
 
-def test_sleeping_weights_are_not_written_over(loaded: Loaded) -> None:
+def test_sleeping_weights_are_neither_read_nor_written_over(loaded: Loaded) -> None:
     engine: Any = stream_engine(loaded)
-    engine.sleeper, engine.weights = engine.runner, object()
+    engine.sleeper = runner = engine.runner
     engine.sleep()
     for parts in ([], ["kv_cache"]):
         engine.wake(parts)
-        with pytest.raises(CheckpointError, match="weights sleep"):
-            engine.load_weights("")
+        for message in (LoadWeights(""), ReadChecksums(), LoadAdapter(0, ""), UnloadAdapter(0)):
+            with pytest.raises(CheckpointError, match="weights sleep"):
+                runner.send(message)
     engine.wake()
 
 

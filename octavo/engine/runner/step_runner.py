@@ -22,6 +22,7 @@ from octavo.engine.protocols import TensorReceiver
 from octavo.engine.runner.persistent_batch import Indices
 from octavo.engine.runner.step_encoder import NO_MASKS, StepEncoder
 from octavo.engine.sequence_images import encode_message
+from octavo.errors import CheckpointError
 from octavo.sampling_params import SamplingParams
 from octavo.steps.graph_shapes import StepShape
 from octavo.steps.messages import (
@@ -105,8 +106,13 @@ class StepRunner:
         """Called when the executor is awake again and has lost its graphs."""
 
     def send(self, message: Message) -> Reply[Any]:
-        """Send ``message`` to the executor, which executes it after all earlier ones."""
+        """Send ``message`` to the executor, which executes it after all earlier ones.
+
+        Raises ``CheckpointError`` for one about weights that sleep; others wait until all is awake.
+        """
         if self._asleep and isinstance(message, OfWeights):  # of the thread that made it sleep
+            if "weights" in self._asleep:
+                raise CheckpointError("the weights sleep")
             return self.executor.send(message)
         with self._turn():
             return self.executor.send(message)
