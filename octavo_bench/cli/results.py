@@ -13,9 +13,6 @@ from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.markdown import Markdown
-
 from octavo.cli.settings import add_settings, refuse_settings
 from octavo.config import EngineConfig, settings
 from octavo.errors import ConfigError
@@ -188,6 +185,9 @@ def finish(args: argparse.Namespace, result: Mapping[str, Any], shown: str | Non
             write_trace(args.gpu_watch, args.gpu_trace)
     text = keep(args.kind, result, args.output)
     if shown is not None and sys.stdout.isatty():
+        from rich.console import Console
+        from rich.markdown import Markdown
+
         Console().print(Markdown(shown))
     else:
         print(text if shown is None else shown)

@@ -16,7 +16,9 @@ from octavo_bench.reference.__main__ import PAGES
 ROOT = Path(__file__).parents[2]
 TASKS = [page.relative_to(ROOT / "docs").as_posix() for page in sorted((ROOT / "docs/tasks").glob("*.md"))]
 GUIDES = ("quickstart.md", "migrating.md", "tuning.md", "security.md", "troubleshooting.md", *TASKS)
-OTHER_COMMANDS = r"octavo (?:bench|simulate|explain|launch|doctor|plan) |(?:make [a-z]+|docker|helm|kubectl|pipx?|uvx) "
+OTHER_COMMANDS = (
+    r"octavo (?:bench|simulate|explain|launch|doctor|plan|tune) |(?:make [a-z]+|docker|helm|kubectl|pipx?|uvx) "
+)
 KNOWN = {flag_name(item.name) for item in settings(ServeConfig)}
 KNOWN.add("--config")
 KNOWN |= {f"--no-{item.name.replace('_', '-')}" for item in settings(ServeConfig) if item.type is bool}

@@ -83,7 +83,8 @@ def _run(main: Callable[[], NoReturn], arguments: Sequence[str], fds: Sequence[i
         os._exit(1)
 
 
-def _fork_engine(module: str, fd: str, environment: Mapping[str, str]) -> ForkedProcess:
+def fork_engine(module: str, fd: str, environment: Mapping[str, str]) -> ForkedProcess:
+    """A process over the engine that a module of this folder builds, which talks through this file."""
     build = importlib.import_module(f"tests.server.{module}").build
 
     def main() -> NoReturn:
@@ -128,7 +129,7 @@ class ThreadedEngine:
 
 def _start(argv: Sequence[str], **options: Any) -> Any:
     if argv[0] == FORKED:
-        return _fork_engine(argv[1], argv[2], options["env"])
+        return fork_engine(argv[1], argv[2], options["env"])
     if argv[0] == THREADED[0]:
         return ThreadedEngine(int(argv[1]))
     return subprocess.Popen(argv, **options)

@@ -25,7 +25,7 @@ from octavo.types import EngineStats, ImageInput, Output, Request
 from octavo_fleet.backends import toy
 from octavo_server.engines import engine_process, wire
 from tests.server import fake_engine
-from tests.server.forked_engine import ForkedProcess
+from tests.server.forked_engine import fork_engine
 
 ROOT = Path(__file__).parents[2]
 
@@ -42,7 +42,7 @@ class Child:
             self.process = (
                 subprocess.Popen([sys.executable, "-c", code, str(fd)], pass_fds=[fd], cwd=ROOT)
                 if code
-                else ForkedProcess("fake_engine", fd, {})
+                else fork_engine("fake_engine", str(fd), {})
             )
         self.reader = wire.FrameReader()
         self.pending: list[wire.FromEngine] = []

@@ -173,7 +173,8 @@ def has_idle_transfer(body: GenerationFields, services: ModelServices) -> bool:
 def check_generation_fields(body: GenerationFields, services: ModelServices) -> None:
     """Validate what ``SamplingParams`` does not. Raises ``RequestError``."""
     check_labels(services, body.model, body.priority, body.user)
-    if not 1 <= body.n <= (most := services.config.server.max_n):
+    most = services.config.server.max_n
+    if not 1 <= body.n <= most:
         raise InvalidParameter("n", f"'n' must be a whole number from 1 to {most} (max_n).")
     if body.prompt_logprobs is not None and body.stream:
         raise UnsupportedParameter("prompt_logprobs", "'prompt_logprobs' is not supported with 'stream'.")
