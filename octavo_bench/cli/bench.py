@@ -206,7 +206,7 @@ def _add_times(kinds: Any) -> None:
 
 def _add_kernels(kinds: Any) -> None:
     """Single kernels, and what GPUs exchange."""
-    help = "time of each family of kernels for CUDA devices, beside the least possible"
+    help = "time of each family of kernels for CUDA devices, beside its floor"
     kernels = add_kind(kinds, "kernels", help, "device.kernels.measure", on_gpu=True, show=kernel_shares)
     shapes = ["llama-3.1-8b", "qwen3-30b-a3b", "gpt-oss-120b", "deepseek-v2-lite", "qwen3.5-9b", "nemotron-h-8b"]
     kernels.add_argument("models", nargs="*", default=shapes, help="shapes' names")

@@ -32,7 +32,7 @@ SHARED_STEPS = 4
 UNEVEN = 0.75
 """Throughput where programs take several tiles and end in the middle of one, relative to whole tiles."""
 LEAST_ROWS = 8
-"""Of a tile, as tensor cores have it; rows of less cost copies and registers."""
+"""Of a tile, as tensor cores take no fewer; padding rows beyond those cost copies and registers."""
 LEAST_SORTED = 128
 """Rows of a tile from which on tilings are sorted by expected throughput; those of smaller ones are in their order."""
 LEAST_STAGES = {1: 3, 2: 3, 3: 6}
