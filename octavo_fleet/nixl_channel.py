@@ -28,7 +28,7 @@ import numpy as np
 import numpy.typing as npt
 
 from octavo.cache.held_blocks import HeldBlocks
-from octavo.cache.kv_channel import MAX_MESSAGE_BYTES, Fetcher, HoldingServer
+from octavo.cache.kv_channel import MAX_MESSAGE_BYTES, Fetcher, HoldingServer, plain_memory
 from octavo.config import CacheSettings
 from octavo.errors import CANCELLATIONS, ConfigError, OctavoError
 from octavo.system.channel import Channel, ChannelError
@@ -209,12 +209,17 @@ class NixlServer(HoldingServer):
 class NixlFetcher(Fetcher):
     """Reads what prefill servers hold."""
 
-    def __init__(self, settings: CacheSettings, identity: Callable[[], Mapping[str, str]]) -> None:
+    def __init__(
+        self,
+        settings: CacheSettings,
+        identity: Callable[[], Mapping[str, str]],
+        allocate: Callable[[int], memoryview] = plain_memory,
+    ) -> None:
         """Raises ``ConfigError``, as ``Fetcher`` does, and where NIXL is missing or does not start."""
         self._agent = NixlAgent()
-        super().__init__(settings, identity)
+        super().__init__(settings, identity, allocate)
 
-    def _receive(self, channel: Channel, count: int, most_bytes: int) -> Iterator[bytes]:
+    def _receive(self, channel: Channel, count: int, most_bytes: int) -> Iterator[memoryview]:
         is_last = False
         while not is_last:
             placed = channel.hear(_placed, MAX_MESSAGE_BYTES)
@@ -223,11 +228,11 @@ class NixlFetcher(Fetcher):
             is_asked_for = count >= 0 and all(0 < length <= most_bytes for length in placed.sizes)
             if not is_asked_for or len(placed.digests) != len(placed.sizes):
                 raise ChannelError("other contents were placed than were asked for")
-            content = b""
+            content = self._allocate(size)
             if size:
                 with self._agent.memory(size) as piece:
                     self._agent.read(placed, size, piece, self._seconds)
-                    content = piece[:size].tobytes()
+                    np.frombuffer(content, np.uint8)[:] = piece[:size]
             channel.tell(Taken())
             start = 0
             for length, digest in zip(placed.sizes, placed.digests, strict=True):

@@ -28,8 +28,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
+import numpy as np
 
 from octavo.cache.held_blocks import HeldBlocks
+from octavo.cache.offload_tiers import Content
 from octavo.config import CacheSettings
 from octavo.errors import ConfigError
 from octavo.system.addresses import split_address
@@ -94,6 +96,11 @@ def _credentials(settings: CacheSettings, identity: Mapping[str, str]) -> Creden
 def _signed(key: str, name: str, address: str) -> str:
     """A ticket: a name, and the proof that a server with ``key`` at ``address`` gave it."""
     return f"{name}.{hmac.new(key.encode(), f'ticket{address}/{name}'.encode(), hashlib.sha256).hexdigest()[:32]}"
+
+
+def plain_memory(size: int) -> memoryview:
+    """Memory of so many bytes, whatever they are."""
+    return np.empty(size, np.uint8).data
 
 
 class HoldingServer:
@@ -180,9 +187,17 @@ class HoldingServer:
 class Fetcher:
     """Fetches what prefill servers hold, in threads of its own."""
 
-    def __init__(self, settings: CacheSettings, identity: Callable[[], Mapping[str, str]]) -> None:
-        """Raises ``ConfigError`` for a file of CAs that cannot be read."""
-        self._settings, self._identity = settings, identity
+    def __init__(
+        self,
+        settings: CacheSettings,
+        identity: Callable[[], Mapping[str, str]],
+        allocate: Callable[[int], memoryview] = plain_memory,
+    ) -> None:
+        """``allocate`` gives memory of so many bytes, which contents are written to and keep alive.
+
+        Raises ``ConfigError`` for a file of CAs that cannot be read.
+        """
+        self._settings, self._identity, self._allocate = settings, identity, allocate
         self._key, self._seconds = settings.kv_transfer_key or "", settings.kv_transfer_timeout
         self._tls = client_tls(settings.kv_transfer_ssl_ca_certs, CAS)
         self._idle: defaultdict[str, list[Channel]] = defaultdict(list)
@@ -194,7 +209,7 @@ class Fetcher:
 
     def fetch(
         self, transfer: KVTransfer, keys: list[bytes], choose: Callable[[set[bytes]], list[bytes]], most_bytes: int
-    ) -> Iterator[tuple[bytes, bytes]]:
+    ) -> Iterator[tuple[bytes, Content]]:
         """Ask the server of ``transfer`` which of ``keys`` it has, and yield those of them that ``choose`` returns,
         with their contents, of at most ``most_bytes`` each. All of it is then released there.
 
@@ -233,12 +248,13 @@ class Fetcher:
         with self._lock:
             self._idle[address].append(channel)
 
-    def _receive(self, channel: Channel, count: int, most_bytes: int) -> Iterator[bytes]:
+    def _receive(self, channel: Channel, count: int, most_bytes: int) -> Iterator[Content]:
         """What ``_send`` sends of so many contents."""
         for _ in range(count):
-            if not (content := channel.receive(most_bytes)):
+            memory = self._allocate(most_bytes)
+            if not (size := channel.receive_into(memory)):
                 break  # it is gone since; what comes after it is not sent
-            yield content
+            yield memory[:size]
 
     def close(self) -> None:
         """Fetch nothing more, and close what is idle."""

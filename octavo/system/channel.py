@@ -95,7 +95,7 @@ class Channel:
         """From now on, frames have checksums made with the key ``session``."""
         self._session, self._end = session, math.inf
 
-    def send(self, payload: bytes) -> None:
+    def send(self, payload: bytes | memoryview) -> None:
         """Send a frame; waits while the peer does not read, but no longer than the socket's timeout."""
         self._send_all(HEADER.pack(len(payload)))
         self._send_all(payload)
@@ -103,13 +103,15 @@ class Channel:
 
     def receive(self, most: int) -> bytes:
         """The payload of the next frame, of at most ``most`` bytes."""
-        (size,) = HEADER.unpack(self._receive_all(HEADER.size))
-        if size > most:
-            raise ChannelError(f"a frame of {size} bytes came, where {most} are allowed")
-        payload = self._receive_all(size)
-        if not hmac.compare_digest(self._receive_all(SUM_BYTES), self._sum(payload, 1)):
-            raise ChannelError("a frame was damaged: its checksum is wrong")
-        return payload
+        payload = bytearray(self._size(most))
+        self._fill(memoryview(payload))
+        return bytes(payload)
+
+    def receive_into(self, memory: memoryview) -> int:
+        """Write the payload of the next frame to the beginning of ``memory``; returns how many bytes it has."""
+        size = self._size(len(memory))
+        self._fill(memory[:size])
+        return size
 
     def tell(self, message: msgspec.Struct) -> None:
         self.send(_encoder.encode(message))
@@ -143,7 +145,20 @@ class Channel:
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
 
-    def _sum(self, payload: bytes, direction: int) -> bytes:
+    def _size(self, most: int) -> int:
+        """Of the next frame's payload, which comes behind it."""
+        (size,) = HEADER.unpack(self._receive_all(HEADER.size))
+        if size > most:
+            raise ChannelError(f"a frame of {size} bytes came, where {most} are allowed")
+        return int(size)
+
+    def _fill(self, payload: memoryview) -> None:
+        """Receive a payload of this size, and the checksum behind it."""
+        self._receive_to(payload)
+        if not hmac.compare_digest(self._receive_all(SUM_BYTES), self._sum(payload, 1)):
+            raise ChannelError("a frame was damaged: its checksum is wrong")
+
+    def _sum(self, payload: bytes | memoryview, direction: int) -> bytes:
         number = self._numbers[direction]
         self._numbers[direction] += 1
         by_server = self._is_server != bool(direction)
@@ -151,7 +166,7 @@ class Channel:
         checksum.update(payload)
         return checksum.digest()[:SUM_BYTES]
 
-    def _send_all(self, data: bytes) -> None:
+    def _send_all(self, data: bytes | memoryview) -> None:
         view, done = memoryview(data), 0
         try:
             while done < len(view):  # not ``sendall``, whose timeout is for all of the data
@@ -161,8 +176,12 @@ class Channel:
 
     def _receive_all(self, size: int) -> bytes:
         data = bytearray(size)
-        view, done = memoryview(data), 0
-        while done < size:
+        self._receive_to(memoryview(data))
+        return bytes(data)
+
+    def _receive_to(self, view: memoryview) -> None:
+        done = 0
+        while done < len(view):
             try:
                 if self._end < math.inf:
                     self._socket.settimeout(max(0.001, self._end - time.monotonic()))
@@ -172,7 +191,6 @@ class Channel:
             if not count:
                 raise ChannelError("the peer closed the connection")
             done += count
-        return bytes(data)
 
 
 class Credentials(NamedTuple):
