@@ -72,6 +72,7 @@ from octavo.runtime.weight_group import WeightGroup
 from octavo.speculative_config import Method, parse_speculative_config
 from octavo.steps.limits import RopeSets
 from octavo.steps.messages import Executor
+from octavo.system.background_threads import ThreadGroup
 from octavo.telemetry.phases import Phases
 from octavo.text.tokenizer import load_tokenizer
 from octavo.types import EngineInfo
@@ -115,6 +116,23 @@ def build_engine(
     if config.model.backend in plugins.parts(plugins.ENGINE_BACKENDS) and config.model.backend not in WITHOUT_MODEL:
         backend: EngineBackend = plugins.load(plugins.ENGINE_BACKENDS, config.model.backend)
         return backend.build(config, on_lost)
+    threads = ThreadGroup()
+    try:
+        with threads.starting():
+            return _build(config, on_lost, tuning, started, expects_grammars, threads)
+    except BaseException:
+        threads.end()
+        raise
+
+
+def _build(
+    config: EngineConfig,
+    on_lost: OnLost | None,
+    tuning: TuningPlan | None,
+    started: RankProcesses | None,
+    expects_grammars: bool,
+    threads: ThreadGroup,
+) -> tuple[Engine, EngineInfo]:
     phases = Phases()
     device, path, checkpoint = open_model(config.model)
     config, model_config, form = read_model(config, path, checkpoint, device)
@@ -144,7 +162,9 @@ def build_engine(
         parts = ExecutorParts(pooler, adapters, collective, drafter, verify, pool, updates, experts, link)
         executor = ranks.executor(make_executor(config.model, loaded.model, storage, vocab_size, most, parts))
         numbers = None if adapters is None else dict[str, int]()
-        runner, warm_up = make_runner(config.model, executor, storage, vocab_size, most, numbers, tuning, images)
+        runner, warm_up = make_runner(
+            config.model, executor, storage, vocab_size, most, numbers, tuning, images, threads
+        )
         phases.done("memory")
         warm_up()
         phases.done("kernels and graphs")
@@ -159,7 +179,7 @@ def build_engine(
         grammars.finish_loading()
         phases.done("vocabulary of grammars")
     balanced = timed if experts is None else BalancedRunner(timed, runner, scheduler.stats)
-    return Engine(scheduler, balanced, grammars, lora, sleeper, weights, depth), info
+    return Engine(scheduler, balanced, grammars, lora, sleeper, weights, depth, threads), info
 
 
 def _depth(config: EngineConfig, device: torch.device, limits: memory_budget.Limits, method: Method | None) -> int:

@@ -21,6 +21,7 @@ from octavo.runtime.kv_storage import KVStorage
 from octavo.steps.graph_shapes import GraphLimits, exact_shape
 from octavo.steps.limits import StepLimits
 from octavo.steps.messages import Executor
+from octavo.system.background_threads import ThreadGroup
 from octavo.text.tokenizer import load_tokenizer
 
 
@@ -51,6 +52,7 @@ def make_runner(
     adapters: dict[str, int] | None = None,
     tuning: TuningPlan | None = None,
     images: ImageSettings | None = None,
+    threads: ThreadGroup | None = None,
 ) -> tuple[StepRunner, Callable[[], None]]:
     """The runner of an executor, and its warm-up. ``adapters`` is shared with ``LoadedAdapters``, which fills it.
 
@@ -71,7 +73,7 @@ def make_runner(
         dense_context=most.dense_context if executor.runs_ahead and not settings.batch_invariant else 0,
         route_bytes=0 if storage.routes_NC is None else 2 * storage.routes_NC.shape[1],
     )
-    runner = StepRunner(executor, encoder, settings.pipeline_parallel_size > 1)
+    runner = StepRunner(executor, encoder, settings.pipeline_parallel_size > 1, threads)
     if not executor.runs_ahead:
         return runner, partial(compute_padding, runner)
     has_graphs = not settings.enforce_eager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import Counter, deque
 from collections.abc import Collection
 from collections.abc import Sequence as SequenceOf
@@ -15,6 +16,7 @@ from octavo.engine.protocols import Adapters, Grammars, Runner, Sleeper, Submitt
 from octavo.engine.scheduler import Scheduler
 from octavo.engine.timing.schedule_delay import ScheduleDelay
 from octavo.errors import CANCELLATIONS, CheckpointError, InvalidParameter, ModelNotFound, RunnerError, Unavailable
+from octavo.system.background_threads import ThreadGroup
 from octavo.telemetry.cache_view import CacheView, SessionOrder, SessionReport
 from octavo.telemetry.request_events import Event
 from octavo.types import (
@@ -78,6 +80,7 @@ class Engine:
         sleeper: Sleeper | None = None,
         weights: WeightChanger | None = None,
         depth: int = 1,
+        threads: ThreadGroup | None = None,
     ) -> None:
         self.scheduler = scheduler
         self.runner = runner
@@ -88,6 +91,9 @@ class Engine:
         self.weights = weights
         """``None`` if the model's weights cannot be changed while the engine lives."""
         self.depth = depth
+        self._threads = threads or ThreadGroup()
+        """Those that use the device beside the steps."""
+        weakref.finalize(self, self._threads.stop)
         self.in_flight: deque[tuple[Plan, SubmittedStep]] = deque()
         self.last_plan: Plan = []
         """What the last step computed; empty if it failed."""
@@ -293,9 +299,9 @@ class Engine:
             self.asleep -= {*parts}
 
     def close(self) -> None:
-        """Wait until pending blocks are saved to slower tiers; the engine must not be used afterwards."""
-        if self.sleeper is not None:
-            self.sleeper.close()
+        """End what is done beside the steps, such as compiling and capturing graphs, of which a piece that is under way
+        ends first, and wait until pending blocks are saved to slower tiers. The engine must not be used afterwards."""
+        self._threads.end()
         if self.scheduler.cache.offload is not None:
             self.scheduler.cache.offload.close()
 

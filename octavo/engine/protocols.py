@@ -64,10 +64,6 @@ class Sleeper(Protocol):
         use; the engine is then unusable."""
         ...
 
-    def close(self) -> None:
-        """Do nothing more with the device of its own accord, from now on; see ``StepRunner.close``."""
-        ...
-
 
 class WeightChanger(Protocol):
     """Changes the weights of the model while nothing is computed."""

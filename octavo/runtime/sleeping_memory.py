@@ -16,6 +16,7 @@ from torch import Tensor, UntypedStorage
 
 from octavo.errors import RunnerError
 from octavo.ops.device_backend import is_gpu
+from octavo.ops.device_captures import wait_for_device
 from octavo.runtime.memory_budget import GIB, free_memory
 from octavo.types import MEMORY_PARTS, MemoryPart
 
@@ -96,7 +97,7 @@ class SleepingMemory:
 
     def _wait(self) -> None:
         if is_gpu(self._device):
-            torch.cuda.synchronize()
+            wait_for_device()
 
 
 def device_tensors(owner: object, device_type: str) -> list[Tensor]:

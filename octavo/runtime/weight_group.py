@@ -134,7 +134,7 @@ class WeightGroup:
 
         self._group.broadcast([tensor], BroadcastOptions()).wait()
         if tensor.is_cuda:
-            torch.cuda.synchronize(tensor.device)
+            torch.cuda.current_stream(tensor.device).synchronize()
 
 
 def packs(tensors: Sequence[Tensor], num_bytes: int) -> Iterator[list[Tensor]]:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from octavo.ops.device_captures import captured
 from octavo_kernels.triton.launch import pdl
 
 Call = Callable[[], object]
@@ -32,12 +33,9 @@ def capture(calls: Sequence[Call]) -> torch.cuda.CUDAGraph:
         for call in calls:
             call()
         stream.synchronize()
-        graph.capture_begin(capture_error_mode="thread_local")
-        try:
+        with captured(graph):
             for call in calls:
                 call()
-        finally:
-            graph.capture_end()
     torch.cuda.current_stream().wait_stream(stream)
     return graph
 

@@ -32,7 +32,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.runtime import driver
 
-from octavo.system.background_threads import BackgroundPool
+from octavo.system.background_threads import BackgroundPool, stop_if_ending
 from octavo.system.kernel_compiler import Compilers, CompilersLost, compilers, preparation
 from octavo_kernels.triton.compile_jobs import described
 
@@ -154,6 +154,7 @@ class _Compiling(Executor):
             with contextlib.suppress(CompilersLost):
                 if failure := self._processes.compile(job):
                     logger.debug("a kernel that a process could not compile: %s", failure)
+            stop_if_ending()
         kernel = work()
         driver.active.launcher_cls(kernel.src, kernel.metadata)
         return kernel

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from octavo.ops.collective import Collective
+from octavo.ops.device_captures import wait_for_device
 
 HANDLE_BYTES = 64
 LAZY_ENABLE_PEER_ACCESS = 1
@@ -34,7 +35,7 @@ def mapped_buffers(host: Collective, num_bytes: int, device: torch.device) -> Te
     own, handle = ctypes.c_uint64(), Handle()
     _check(driver.cuMemAlloc_v2(ctypes.byref(own), ctypes.c_size_t(num_bytes)), "cuMemAlloc")
     _check(driver.cuMemsetD8_v2(own, ctypes.c_ubyte(0), ctypes.c_size_t(num_bytes)), "cuMemsetD8")
-    torch.cuda.synchronize(device)
+    wait_for_device(device)
     is_shared = driver.cuIpcGetMemHandle(ctypes.byref(handle), own) == 0
     handles = host.all_gather(torch.frombuffer(bytearray(bytes(handle)), dtype=torch.uint8))
     places = [own.value if rank == host.rank else _open(driver, other) for rank, other in enumerate(handles)]

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from octavo.engine.runner import graph_dispatcher
 from octavo.engine.runner.graph_dispatcher import GraphDispatcher
 from octavo.errors import CheckpointError, RunnerError, Unavailable
 from octavo.ops import dispatch
@@ -187,7 +188,8 @@ def test_an_engine_without_a_sleeper_refuses(loaded: Loaded) -> None:
 
 
 def test_graphs_are_captured_again_the_first_ones_at_once_and_the_others_when_it_is_idle(loaded: Loaded) -> None:
-    runner: Any = stream_engine(loaded).runner
+    engine = stream_engine(loaded)
+    runner: Any = engine.runner
     graphs: Any = GraphDispatcher(GraphLimits(8, 32))
     first, every = first_shapes(GraphLimits(8, 32)), graph_shapes(GraphLimits(8, 32))
     graphs._captured = {*first, *every[:4]}
@@ -212,12 +214,11 @@ def test_graphs_are_captured_again_the_first_ones_at_once_and_the_others_when_it
     assert {*captured} == graphs._captured == {*first, *every[:4]}
 
 
-def test_a_closed_engine_captures_no_more_graphs(loaded: Loaded) -> None:
-    """On a GPU a capture and another engine's wait for the device break each other."""
-    runner: Any = stream_engine(loaded).runner
+def test_an_engine_that_is_closed_asleep_waits_for_no_waking(loaded: Loaded) -> None:
+    engine: Any = stream_engine(loaded)
     graphs: Any = GraphDispatcher(GraphLimits(8, 32))
-    runner.sleep()
-    runner.close()  # waits for no waking
-    runner.wake(MEMORY_PARTS)
-    graphs.capture_when_idle(runner, first_shapes(GraphLimits(8, 32)).pop())
+    engine.runner.sleep()
+    graphs._start_thread(graph_dispatcher._prepare_the_rest, engine.runner)
+    engine.close()
+    wait_until_prepared()
     assert not graphs._captured

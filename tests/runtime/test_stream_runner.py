@@ -53,6 +53,7 @@ from octavo.steps.graph_shapes import (
     verification_shape,
 )
 from octavo.steps.limits import StepLimits
+from octavo.system.background_threads import ThreadGroup, start_thread
 from octavo.types import Output, Request, Scheduled, Sequence, Status
 from octavo_bench.offline import wait_until_prepared
 from octavo_fleet.sim.clock import Clock
@@ -94,7 +95,7 @@ def stream_engine(
         max_num_batched_tokens=max_num_batched_tokens,
         speculation=speculation,
     )
-    return Engine(scheduler, runner, depth=depth)
+    return Engine(scheduler, runner, depth=depth, threads=runner.threads)
 
 
 ENGINES: list[dict[str, Any]] = [
@@ -481,7 +482,8 @@ def test_the_longest_of_a_few_contexts_is_told(loaded: Loaded) -> None:
 
 
 def test_a_step_waits_for_one_capture_of_an_idle_device_and_not_for_all(loaded: Loaded) -> None:
-    runner: Any = stream_engine(loaded).runner
+    engine = stream_engine(loaded)
+    runner: Any = engine.runner
     send, captured = runner.executor.send, list[StepShape]()
 
     def capture_slowly(message: Any) -> Any:
@@ -561,7 +563,7 @@ def test_a_graph_of_nearly_the_size_will_do_until_the_device_is_idle() -> None:
     assert graphs.fit(one) == (four, True), "few rows take as long as one more"
     captured: list[StepShape] = []
     runner: Any = SimpleNamespace(
-        is_closed=False,
+        threads=ThreadGroup(),
         send_when_idle=lambda make, seconds: make() is None,
         encoder=SimpleNamespace(encode_padding=lambda shape, uses_graph: captured.append(shape)),
     )
@@ -584,15 +586,14 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 class SlowCaptures:
-    """A runner to which kernels take no time, and captures do; it is closed, so that none follow in the background.
+    """A runner to which kernels take no time, and captures do, which none does in the background.
 
     A step takes time by its rows, ``STEP_SECONDS`` with the most.
     """
 
-    is_closed = True
-
     def __init__(self, clock: Clock) -> None:
         self.clock = clock
+        self.threads = SimpleNamespace(start=start_thread, is_ending=True)
         self.captured = set[StepShape]()
 
     def send(self, message: Any) -> Any:
@@ -692,7 +693,7 @@ def test_an_idle_device_captures_only_after_a_pause_of_which_a_capture_is_a_tent
     graphs: Any = GraphDispatcher(GraphLimits(256, 2048))
     graphs._capture_seconds = CAPTURE_SECONDS
     runner: Any = SimpleNamespace(
-        is_closed=False,
+        threads=ThreadGroup(),
         send_when_idle=lambda make, seconds: asked.append(seconds) or make() is None,
         encoder=SimpleNamespace(encode_padding=lambda shape, uses_graph: None),
     )

@@ -29,7 +29,7 @@ from octavo.steps.graph_shapes import (
     padded_shape,
 )
 from octavo.steps.messages import Compile, Reply
-from octavo.system.background_threads import start_thread, stop_if_ending
+from octavo.system.background_threads import stop_if_ending
 
 logger = logging.getLogger(__name__)
 
@@ -240,7 +240,7 @@ class GraphDispatcher:
         self._parts_lost = {}
 
     def _start_thread(self, work: Callable[..., None], runner: StepRunner, *args: Any) -> None:
-        start_thread(PREPARING, work, self, weakref.ref(runner), *args)
+        runner.threads.start(PREPARING, work, self, weakref.ref(runner), *args)
 
     def capture_again(self, runner: StepRunner) -> None:
         """The executor lost its graphs: capture the first ones now, the others when steps need them or it is idle.
@@ -295,7 +295,7 @@ class GraphDispatcher:
             self._lost.discard(next_shape)
             return runner.encoder.encode_padding(next_shape, uses_graph=True)
 
-        while (shape not in self._captured or shape in self._lost) and not runner.is_closed:
+        while (shape not in self._captured or shape in self._lost) and not runner.threads.is_ending:
             stop_if_ending()
             is_idle = runner.send_when_idle(make, max(IDLE_SECONDS, self._capture_seconds / MOST_OF_STEPS))
             # A thread that waits for the lock gets it only if it is not acquired again at once.

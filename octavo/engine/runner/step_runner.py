@@ -45,7 +45,7 @@ from octavo.steps.messages import (
     WriteBlock,
     WriteState,
 )
-from octavo.system.background_threads import stop_if_ending
+from octavo.system.background_threads import ThreadGroup, stop_if_ending
 from octavo.types import GroupBlocks, HeldState, Masks, MemoryPart, Plan, Request, Sampled, Scheduled, Sequence
 
 SECONDS_BETWEEN_LOOKS = 0.1
@@ -89,8 +89,11 @@ class StepRunner:
     only later, such as a grammar's masks. Otherwise it is sent when ``sample`` is called, and later steps follow it.
     """
 
-    def __init__(self, executor: Executor, encoder: StepEncoder, has_stages: bool = False) -> None:
-        """``has_stages``: the executor computes several steps at once, one behind the other."""
+    def __init__(
+        self, executor: Executor, encoder: StepEncoder, has_stages: bool = False, threads: ThreadGroup | None = None
+    ) -> None:
+        """``has_stages``: the executor computes several steps at once, one behind the other. ``threads`` are those of
+        the engine."""
         self.executor = executor
         self._sends_ahead = executor.runs_ahead or has_stages
         self.encoder = encoder
@@ -100,7 +103,8 @@ class StepRunner:
         """Messages come from the thread that runs steps, and from one that captures graphs while the device is idle."""
         self._num_unfinished = 0
         self._last_finish = 0.0
-        self.is_closed = False
+        self.threads = threads or ThreadGroup()
+        """They do what is done beside the steps."""
         self._asleep = set[MemoryPart]()
         self.on_wake: Callable[[], None] = lambda: None
         """Called when the executor is awake again and has lost its graphs."""
@@ -126,8 +130,8 @@ class StepRunner:
 
     @contextlib.contextmanager
     def _turn(self) -> Iterator[None]:
-        """Only one thread sends at a time. One that waits when the interpreter ends, which may be for an executor that
-        sleeps, ends as well."""
+        """Only one thread sends at a time. One that waits when what it works for ends, which may be for an executor
+        that sleeps, ends as well."""
         while not self._sending.acquire(timeout=SECONDS_BETWEEN_LOOKS):
             stop_if_ending()
         try:
@@ -209,7 +213,8 @@ class StepRunner:
         """
         with self._turn():
             is_idle = (
-                not (self._num_unfinished or self.is_closed) and time.monotonic() - self._last_finish > idle_seconds
+                not (self._num_unfinished or self.threads.is_ending)
+                and time.monotonic() - self._last_finish > idle_seconds
             )
             if is_idle:
                 self.executor.send(make()).wait()
@@ -218,14 +223,6 @@ class StepRunner:
     def capture(self, shape: StepShape) -> Reply[StepResult]:
         """Run a padding-only step through the graph of ``shape``, which captures the graph on first use."""
         return self.send(self.encoder.encode_padding(shape, uses_graph=True))
-
-    def close(self) -> None:
-        """Send no more dummy steps. A capture that is under way ends first: what other engines of this process did
-        meanwhile, such as waiting for the device, would break it, and break the memory's allocator with it."""
-        self.is_closed = True
-        if not self._asleep:
-            with self._sending:
-                pass
 
     # ---- sleep
 

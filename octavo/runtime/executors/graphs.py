@@ -10,6 +10,7 @@ from typing import Generic, TypeVar
 
 import torch
 
+from octavo.ops.device_captures import captured
 from octavo.system.garbage_collection import without_collections
 
 logger = logging.getLogger(__name__)
@@ -54,10 +55,7 @@ class Graphs(Generic[Form]):
             torch.cuda.current_stream().synchronize()
             torch.cuda.empty_cache()
             graph = torch.cuda.CUDAGraph()
-            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
-            try:
+            with captured(graph, self._pool):
                 self._run(form)
-            finally:
-                graph.capture_end()
         logger.debug("captured %s in %.0f ms", form, 1e3 * (time.perf_counter() - started))
         return graph

@@ -26,6 +26,7 @@ from octavo.models.model_adapters import ModelAdapters
 from octavo.models.registry import CausalLM
 from octavo.models.weight_updates import WeightUpdates
 from octavo.ops.device_backend import backend_of, is_gpu
+from octavo.ops.device_captures import wait_for_device
 from octavo.runtime.drafting.drafter import Drafter
 from octavo.runtime.drafting.optional_acceptance import Verify
 from octavo.runtime.executors.block_copies import DeviceBlockCopies, HostBlockCopies
@@ -63,7 +64,7 @@ from octavo.steps.messages import (
     UseKernels,
     Wake,
 )
-from octavo.system.background_threads import start_thread, stop_if_ending
+from octavo.system.background_threads import current_group, stop_if_ending
 
 logger = logging.getLogger(__name__)
 
@@ -243,7 +244,7 @@ class StreamExecutor:
         if self._compiling is not None:
             self._compiling.wait()
         if self._is_gpu:
-            torch.cuda.synchronize()
+            wait_for_device()
         self._tuner = None
         if self._graphs is not None:
             self._graphs.clear()
@@ -285,12 +286,12 @@ class StreamExecutor:
 
 
 class Compiling:
-    """The reply of work that runs in a background thread."""
+    """The reply of work that runs in a background thread, which ends with the engine that asked for it."""
 
     def __init__(self, work: partial[None]) -> None:
         self._work = work
         self._error: BaseException | None = None
-        self._thread = start_thread("compile", self._run)
+        self._thread = current_group().start("compile", self._run)
 
     def _run(self) -> None:
         try:
