@@ -282,7 +282,7 @@ def longest_shapes(limits: GraphLimits) -> list[StepShape]:
     return sorted(limits.with_dense(shapes), reverse=True)
 
 
-EARLY_MIXED_ROWS = (64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, MIXED_ROWS[-1])
+EARLY_MIXED_ROWS = (64, 96, 128, 160, 192, 256, 320, 384, 512, 640, 768, 1024, 1536, MIXED_ROWS[-1])
 EARLY_VERIFICATIONS = (4, 16, 64)
 """Sequences whose drafts are verified."""
 

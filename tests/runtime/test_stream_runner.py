@@ -846,6 +846,14 @@ def test_graphs_that_are_there_from_the_start_have_less_than_twice_the_rows(
             assert any(known.holds(shape) and known.num_rows < 2 * shape.num_rows for known in early), shape
 
 
+def test_early_graphs_will_do_for_prompts_beside_some_decodes() -> None:
+    """So no step of the first minute waits for another to be captured."""
+    early = early_shapes(GraphLimits(256, 8192))
+    for num_rows in range(161, 1025):
+        shape = padded_shape(num_rows, 16, num_rows - 15, 256)[0]
+        assert any(known.holds(shape) and graph_dispatcher._is_nearly(known, shape) for known in early), shape
+
+
 class _CountingLayer:
     """A layer whose kernels depend on its weight's type."""
 
