@@ -1,4 +1,5 @@
-"""A GPU's process of a tensor-parallel engine is killed under 16 streams: they go on with the same tokens.
+"""A GPU's process of a tensor-parallel engine is killed under 16 streams: they go on with the same tokens, and nothing
+of the engine is left, such as what compiled its kernels.
 
 ``OCTAVO_RANKS_SHAPE=qwen3-8b`` does it with random weights of that model's shape.
 """
@@ -18,7 +19,7 @@ from octavo_bench.dummy_models import write_model
 from tests.gpu.checkpoints import NEEDS_FOUR, write_checkpoint
 from tests.gpu.test_tensor_parallel import SHAPE
 from tests.server.child_engine import until
-from tests.server.test_ranks import are_gone, finish, make_config, processes, running, send
+from tests.server.rank_attacks import are_gone, finish, make_config, processes, ranks, running, send
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -49,7 +50,7 @@ def test_a_killed_rank_changes_no_stream(tmp_path: Path, size: int, rank: int) -
             recorders = [send(engine, number) for number in range(NUM_STREAMS)]
             await until(lambda: all(recorder.tokens for recorder in recorders), SECONDS)
             assert not any(recorder.done.is_set() for recorder in recorders)
-            pids = processes(engine)
+            pids, everything = ranks(engine), processes(engine)
             assert len(pids) == size
             os.kill(pids[rank], signal.SIGKILL)
             killed = time.monotonic()
@@ -58,6 +59,6 @@ def test_a_killed_rank_changes_no_stream(tmp_path: Path, size: int, rank: int) -
             assert await finish(recorders, SECONDS) == expected
             print(f"rank {rank} killed: ready again after {ready:.1f} s, all done {time.monotonic() - killed:.1f} s")
             assert ready < READY_SECONDS
-            assert await are_gone(pids)
+            assert await are_gone(everything)
 
     asyncio.run(main())

@@ -9,6 +9,7 @@ each attack took.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import random
@@ -20,7 +21,7 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import psutil
@@ -42,6 +43,8 @@ NUM_STREAMS = 8
 MAX_TOKENS = 40
 SECONDS = 180.0
 ENGINE_TIMEOUT = 8.0
+RANK_NAME = "octavo-rank"
+"""Of a forked rank, which has the command of the process that it was forked from."""
 RECOVERY_SECONDS = 30.0
 """From an attack to the end of all streams, besides the time in which a process that does not answer is found out."""
 
@@ -53,11 +56,16 @@ def make_config(folder: Path, size: int = 2, **settings: Any) -> ServeConfig:
     return ServeConfig.from_flat({**sizes, **model, **settings})
 
 
+def be_rank() -> NoReturn:
+    Path("/proc/self/comm").write_text(RANK_NAME)
+    rank_process.main()
+
+
 def build(config: EngineConfig) -> tuple[EngineLike, EngineInfo]:
     """The engine of a forked process, which forks its ranks."""
 
     def fork(command: Sequence[str], pass_fds: Sequence[int], **_: Any) -> ForkedProcess:
-        return ForkedProcess(rank_process.main, command[3:], pass_fds)
+        return ForkedProcess(be_rank, command[3:], pass_fds)
 
     setattr(rank_processes, "subprocess", SimpleNamespace(Popen=fork, DEVNULL=subprocess.DEVNULL))  # noqa: B010
     return build_engine(config)
@@ -76,13 +84,32 @@ async def running(config: ServeConfig, argv: list[str] | None = None) -> AsyncIt
 
 
 def processes(engine: AsyncEngine) -> list[int]:
-    """The engine process and its ranks, in their order."""
+    """The engine process and all that it has started, such as ranks and what compiles kernels."""
     assert engine.pid is not None
-    try:
-        children = psutil.Process(engine.pid).children()
-    except psutil.NoSuchProcess:
-        return [engine.pid]
-    return [engine.pid, *sorted(child.pid for child in children)]
+    return [engine.pid, *(process.pid for process in descendants(engine.pid))]
+
+
+def ranks(engine: AsyncEngine) -> list[int]:
+    """The processes of the ranks, in their order, of which the engine process is the first."""
+    assert engine.pid is not None
+    return [engine.pid, *other_ranks(engine.pid)]
+
+
+def other_ranks(engine_pid: int) -> list[int]:
+    """The processes of the ranks but the first, among all that the engine process has started."""
+    found = list[tuple[float, int]]()
+    for process in descendants(engine_pid):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if process.name() == RANK_NAME or "octavo.rank_process" in process.cmdline():
+                found.append((process.create_time(), process.pid))
+    return [pid for _, pid in sorted(found)]
+
+
+def descendants(pid: int) -> list[psutil.Process]:
+    """Those of a process, which may be gone."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return psutil.Process(pid).children(recursive=True)
+    return []
 
 
 def shared_memory() -> set[str]:
@@ -133,7 +160,8 @@ async def attack(config: ServeConfig, attacks: Sequence[tuple[int, signal.Signal
             await until(lambda: engine.is_ready, SECONDS)
             recorders = [send(engine, number) for number in range(NUM_STREAMS)]
             await asyncio.sleep(rng.uniform(0, 0.8 * undisturbed))
-            seen.update(pids := processes(engine))
+            seen.update(everything := processes(engine))
+            pids = ranks(engine)
             assert len(pids) == config.model.num_ranks
             began = time.monotonic()
             os.kill(pids[rank], how)
@@ -141,7 +169,9 @@ async def attack(config: ServeConfig, attacks: Sequence[tuple[int, signal.Signal
             seconds = time.monotonic() - began
             print(f"rank {rank}, {how.name}: {seconds:.1f} s", flush=True)
             assert seconds < RECOVERY_SECONDS + (ENGINE_TIMEOUT if how == signal.SIGSTOP else 0.0)
-            assert how == signal.SIGSTOP or await are_gone(pids)  # one that stops when all have ended is not missed
+            assert how == signal.SIGSTOP or await are_gone(
+                everything
+            )  # one that stops when all have ended is not missed
         assert engine.metrics.poison_requests == 0
         assert engine.num_restarts >= len(attacks) - 1  # a signal may come when all streams have just ended
         assert await are_gone(sorted(seen.difference(processes(engine))))

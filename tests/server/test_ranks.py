@@ -22,7 +22,18 @@ from octavo.errors import ConfigError
 from tests.llm.tiny import write_checkpoint
 from tests.ops.cpu_cases import needs_float_kernels
 from tests.server.child_engine import until
-from tests.server.rank_attacks import SECONDS, are_gone, finish, make_config, processes, running, send
+from tests.server.rank_attacks import (
+    SECONDS,
+    are_gone,
+    descendants,
+    finish,
+    make_config,
+    other_ranks,
+    processes,
+    ranks,
+    running,
+    send,
+)
 
 ROOT = Path(__file__).parents[2]
 EXPERTS, CONTEXTS, SEQUENCES = "enable_expert_parallel", "decode_context_parallel_size", "enable_dp_attention"
@@ -96,22 +107,43 @@ def test_a_rank_that_is_killed_while_idle_or_while_it_starts_is_started_again(
     async def main() -> None:
         async with running(make_config(write_checkpoint(tmp_path))) as engine:
             expected = await finish([send(engine, 1)])
-            idle = processes(engine)
-            os.kill(idle[1], signal.SIGKILL)
-            await until(lambda: engine.pid != idle[0] and engine.is_ready, SECONDS)
+            first, idle = ranks(engine), processes(engine)
+            os.kill(first[1], signal.SIGKILL)
+            await until(lambda: engine.pid != first[0] and engine.is_ready, SECONDS)
             assert await are_gone(idle)
             for seconds in moments:
-                first = processes(engine)
+                first, all_of_first = ranks(engine), processes(engine)
                 recorder = send(engine, 1)
                 os.kill(first[1], signal.SIGKILL)
-                await until(lambda pid=first[0]: engine.pid != pid and len(processes(engine)) == 2, SECONDS)
+                await until(lambda pid=first[0]: engine.pid != pid and len(ranks(engine)) == 2, SECONDS)
                 await asyncio.sleep(seconds)
-                second = processes(engine)
+                second, all_of_second = ranks(engine), processes(engine)
                 os.kill(second[-1], signal.SIGKILL)
                 assert await finish([recorder]) == expected
-                assert await are_gone([*first, *second])
+                assert await are_gone([*all_of_first, *all_of_second])
 
     asyncio.run(main())
+
+
+def test_ranks_are_told_from_what_else_an_engine_starts() -> None:
+    script = """if True:
+        import subprocess, sys, time
+        for name in ("compiler", "octavo.rank_process", "octavo.rank_process", "compiler"):
+            child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)", name])
+            print(child.pid, flush=True)
+        time.sleep(60)
+    """
+    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) as engine:
+        assert engine.stdout is not None
+        pids = [int(engine.stdout.readline()) for _ in range(4)]
+        children = descendants(engine.pid)
+        try:
+            assert sorted(child.pid for child in children) == sorted(pids)
+            assert other_ranks(engine.pid) == pids[1:3]
+        finally:
+            for process in (engine, *children):
+                process.kill()
+    assert not other_ranks(engine.pid)
 
 
 def test_ranks_end_with_a_front_process_that_is_killed(tmp_path: Path) -> None:

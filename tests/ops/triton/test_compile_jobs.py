@@ -9,6 +9,7 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from octavo.system.kernel_compiler import Compilers, CompilersLost
@@ -185,3 +186,19 @@ def test_the_processes_end_with_what_they_compile_for(echo: str) -> None:
         second = int(engine.stdout.readline())
         engine.send_signal(signal.SIGKILL)
     assert _ends(second)
+
+
+@pytest.mark.parametrize("is_ready", [True, False])
+def test_the_processes_of_triton_end_with_a_killed_engine(is_ready: bool) -> None:
+    """Also while they import what they need."""
+    script = "import time; from octavo.system.kernel_compiler import Compilers; "
+    script += "c = Compilers(2, 'octavo_kernels.triton.compiler_process'); print(flush=True); time.sleep(60)"
+    with psutil.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) as engine:
+        engine.stdout.readline()
+        num_processes = 3 if is_ready else 1
+        end = time.monotonic() + 60
+        while len(started := engine.children(recursive=True)) < num_processes:
+            assert time.monotonic() < end, "they do not start"
+            time.sleep(0.05)
+        engine.kill()
+    assert not psutil.wait_procs(started, timeout=30)[1]
