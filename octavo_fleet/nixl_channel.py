@@ -32,6 +32,7 @@ from octavo.cache.kv_channel import MAX_MESSAGE_BYTES, Fetcher, HoldingServer, p
 from octavo.config import CacheSettings
 from octavo.errors import CANCELLATIONS, ConfigError, OctavoError
 from octavo.system.channel import Channel, ChannelError
+from octavo.system.shared_arena import Slot
 
 STAGE_BYTES = 16 << 20
 """Contents are read in pieces of about so many bytes: one of them is filled while others are read."""
@@ -180,29 +181,31 @@ def _failures_as(kind: type[OctavoError], what: str) -> Iterator[None]:
 class NixlServer(HoldingServer):
     """Lets decode servers read what is held."""
 
+    shares_memory = False  # UCX finds its own way
+
     def __init__(self, settings: CacheSettings, held: HeldBlocks, identity: Callable[[], Mapping[str, str]]) -> None:
         """Raises ``ConfigError``, as ``HoldingServer`` does, and where NIXL is missing or does not start."""
         self._agent = NixlAgent()
         super().__init__(settings, held, identity)
 
-    def _send(self, channel: Channel, contents: Iterable[bytes | None]) -> None:
-        batch, size = list[bytes](), 0
+    def _send(self, channel: Channel, contents: Iterable[Slot | None], by_memory: bool) -> None:
+        batch, size = list[Slot](), 0
         for content in contents:
             if content is None:
                 break
-            if batch and size + len(content) > STAGE_BYTES:
+            if batch and size + len(content.view) > STAGE_BYTES:
                 self._place(channel, batch, size, is_last=False)
                 batch, size = [], 0
             batch.append(content)
-            size += len(content)
+            size += len(content.view)
         self._place(channel, batch, size, is_last=True)
 
-    def _place(self, channel: Channel, batch: list[bytes], size: int, is_last: bool) -> None:
+    def _place(self, channel: Channel, batch: list[Slot], size: int, is_last: bool) -> None:
+        views = [slot.view for slot in batch]
         with self._agent.memory(size) as piece:
-            piece[:size] = np.frombuffer(bytearray(b"".join(batch)), np.uint8)
-            digests = [hashlib.sha256(content).digest() for content in batch]
-            told = self._agent.told()
-            channel.tell(Placed(told, piece.ctypes.data, [len(content) for content in batch], digests, is_last))
+            piece[:size] = np.frombuffer(bytearray().join(views), np.uint8)
+            digests = [hashlib.sha256(view).digest() for view in views]
+            channel.tell(Placed(self._agent.told(), piece.ctypes.data, [len(view) for view in views], digests, is_last))
             channel.hear(_taken, MAX_MESSAGE_BYTES)
 
 
@@ -219,7 +222,7 @@ class NixlFetcher(Fetcher):
         self._agent = NixlAgent()
         super().__init__(settings, identity, allocate)
 
-    def _receive(self, channel: Channel, count: int, most_bytes: int) -> Iterator[memoryview]:
+    def _receive(self, channel: Channel, count: int, most_bytes: int, arena: int | None) -> Iterator[memoryview]:
         is_last = False
         while not is_last:
             placed = channel.hear(_placed, MAX_MESSAGE_BYTES)

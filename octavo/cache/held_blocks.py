@@ -1,11 +1,13 @@
 """What a prefill server keeps for decode servers: the contents of the blocks of prompts, until they were fetched.
 
 A *ticket* names one prompt. Prompts share the contents of equal blocks. A content goes when no ticket has it any more:
-each ticket is released by the server that has fetched it, and at the latest when its time is over.
+each ticket is released by the server that has fetched it, and at the latest when its time is over. Where there is such
+memory, contents lie where decode servers of the same machine can read them.
 """
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections import OrderedDict
@@ -13,11 +15,18 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from typing import NamedTuple
 
+import numpy as np
+
 from octavo.cache.offload_tiers import Content
 from octavo.errors import OctavoError
+from octavo.system.shared_arena import SharedArena, Slot
 
 READ_SECONDS = 30.0
 """Most that a copy out of a device may take."""
+NUM_READERS = 3
+"""Threads that copy contents out of the memory that a device copies to: one alone is slower than a device."""
+
+logger = logging.getLogger(__name__)
 
 
 class BlockToHold(NamedTuple):
@@ -34,7 +43,7 @@ class _Held:
 
     __slots__ = ("content", "num_tickets", "size")
 
-    def __init__(self, content: Future[bytes], size: int) -> None:
+    def __init__(self, content: Future[Slot], size: int) -> None:
         self.content, self.size = content, size
         self.num_tickets = 0
 
@@ -53,7 +62,13 @@ class HeldBlocks:
         self._tickets: OrderedDict[str, tuple[float, set[bytes]]] = OrderedDict()
         """Deadline and keys, in the order of the deadlines."""
         self._lock = threading.Lock()
-        self._reader = ThreadPoolExecutor(1, "kv-transfer-reader")
+        self._readers = ThreadPoolExecutor(NUM_READERS, "kv-transfer-reader")
+        self.arena: SharedArena | None = None
+        """In which contents lie, as far as there is room; ``None`` where there is no such memory."""
+        try:
+            self.arena = SharedArena(capacity)
+        except OSError as error:
+            logger.info("KV blocks are sent to decode servers, also to those of this machine: %s", error)
 
     def __len__(self) -> int:
         """Contents that are held now."""
@@ -74,7 +89,7 @@ class HeldBlocks:
                 if held is None:
                     if self.num_bytes + size > self.capacity:
                         break
-                    held = self._held[key] = _Held(self._reader.submit(_copied, read()), size)
+                    held = self._held[key] = _Held(self._readers.submit(self._copied, read()), size)
                     self.num_bytes += size
                 held.num_tickets += 1
                 keys.add(key)
@@ -88,7 +103,7 @@ class HeldBlocks:
             _, own = self._tickets.get(ticket, (0.0, set[bytes]()))
         return [key for key in keys if key in own]
 
-    def content(self, ticket: str, key: bytes) -> bytes | None:
+    def content(self, ticket: str, key: bytes) -> Slot | None:
         """The content of a key that ``ticket`` has; ``None`` if it has not, or not any more."""
         with self._lock:
             entry = self._tickets.get(ticket)
@@ -106,11 +121,13 @@ class HeldBlocks:
 
     def close(self) -> None:
         """Forget everything."""
-        self._reader.shutdown(cancel_futures=True)
+        self._readers.shutdown(cancel_futures=True)
         with self._lock:
             self._tickets.clear()
             self._held.clear()
             self.num_bytes = 0
+        if self.arena is not None:
+            self.arena.close()
 
     def _expire(self) -> None:
         now = self._clock()
@@ -127,6 +144,11 @@ class HeldBlocks:
                 del self._held[key]
                 self.num_bytes -= held.size
 
-
-def _copied(content: Callable[[], Content]) -> bytes:
-    return bytes(content())
+    def _copied(self, wait: Callable[[], Content]) -> Slot:
+        """A copy of what ``wait`` returns."""
+        content = np.frombuffer(wait(), np.uint8)
+        slot = None if self.arena is None else self.arena.take(len(content))
+        if slot is None:
+            return Slot(content.copy().data)
+        np.frombuffer(slot.view, np.uint8)[:] = content  # other threads run meanwhile
+        return slot

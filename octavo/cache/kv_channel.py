@@ -1,15 +1,23 @@
-"""Blocks from one server's prefix cache to another's, over TCP: what a prefill server holds, a decode server fetches.
+"""Blocks from one server's prefix cache to another's: what a prefill server holds, a decode server fetches, over TCP
+or, where both are on one machine, through shared memory.
 
 Messages after the login of ``octavo.system.channel``, whose identities say what keys and values mean::
 
     server                                client
                             <------       Ask(ticket, keys)
-    Have(keys)              ------>
-                            <------       Fetch(ticket, keys)
-    a frame of each content, up to the first that is gone, in place of which there is an empty frame
+    Have(keys, arena)       ------>       opens the arena, if it can
+                            <------       Fetch(ticket, keys, by_memory)
+    Batch(offsets, sizes)   ------>       copies what lies there into its own memory
+                            <------       Copied()
+    StillHeld()             ------>       and only now uses it
+    or Batch([], sizes) and a frame of each content; and again, as they come from the device, up to the first that is
+    gone; then
+    Batch([], [])           ------>
                             <------       Release(ticket)
 
-A connection serves one request after another.
+A connection serves one request after another. A server keeps what a batch names until it has heard ``Copied``, or has
+waited in vain and closed the connection: a client that does not hear ``StillHeld`` may have copied what came there
+later.
 """
 
 from __future__ import annotations
@@ -18,6 +26,7 @@ import contextlib
 import hashlib
 import hmac
 import ipaddress
+import itertools
 import logging
 import os
 import socket
@@ -25,7 +34,8 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
+from typing import TypeVar
 
 import msgspec
 import numpy as np
@@ -46,9 +56,10 @@ from octavo.system.channel import (
     named,
     server_tls,
 )
+from octavo.system.shared_arena import ArenaHandle, Slot, opened, read_into
 from octavo.types import KVTransfer
 
-VERSION = 1
+VERSION = 2
 MAX_MESSAGE_BYTES = 8 << 20
 """Of a message, about 200,000 keys; contents have their own size."""
 ACCEPT_SECONDS = 0.1
@@ -58,6 +69,12 @@ IDLE_SECONDS = 60.0
 MAX_CONNECTIONS = 128
 NUM_FETCHERS = 8
 """Prompts that are fetched at once."""
+NUM_COPIERS = 4
+"""Threads that copy contents out of shared memory."""
+LEAST_SHARE_BYTES = 2 << 20
+"""That one of them copies, of several."""
+BATCH_BYTES = 32 << 20
+"""Of contents that are fetched together; one that is larger is alone."""
 REST_SECONDS = 5.0
 """For which a server that failed is not asked again."""
 
@@ -73,19 +90,48 @@ class Ask(msgspec.Struct, tag="ask", array_like=True):
 
 class Have(msgspec.Struct, tag="have", array_like=True):
     keys: list[bytes]
+    arena: ArenaHandle | None
+    """In which contents lie, for clients that can open it."""
 
 
 class Fetch(msgspec.Struct, tag="fetch", array_like=True):
     ticket: str
     keys: list[bytes]
+    by_memory: bool
+    """The client has opened the arena."""
+
+
+class Batch(msgspec.Struct, tag="batch", array_like=True):
+    """The next of the contents; none: there are no more."""
+
+    offsets: list[int]
+    """Where they lie in the arena; empty: frames follow."""
+    sizes: list[int]
+
+
+class Copied(msgspec.Struct, tag="copied", array_like=True):
+    """The client has copied a batch out of the arena."""
+
+
+class StillHeld(msgspec.Struct, tag="still_held", array_like=True):
+    """Until then, the batch was what it should be."""
 
 
 class Release(msgspec.Struct, tag="release", array_like=True):
     ticket: str
 
 
-Message = Ask | Have | Fetch | Release
+Message = Ask | Have | Fetch | Batch | Copied | StillHeld | Release
 _decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
+Heard = TypeVar("Heard", bound=msgspec.Struct)
+
+
+def _hear(channel: Channel, kind: type[Heard]) -> Heard:
+    """The next message, which must be one of ``kind``. Raises ``ChannelError``."""
+    message = channel.hear(_decoder, MAX_MESSAGE_BYTES)
+    if not isinstance(message, kind):
+        raise ChannelError(f"a {type(message).__name__} came in place of a {kind.__name__}")
+    return message
 
 
 def _credentials(settings: CacheSettings, identity: Mapping[str, str]) -> Credentials:
@@ -105,6 +151,9 @@ def plain_memory(size: int) -> memoryview:
 
 class HoldingServer:
     """Lets decode servers fetch what is held; each connection has a thread."""
+
+    shares_memory = True
+    """Whether decode servers of this machine copy contents out of the arena."""
 
     def __init__(self, settings: CacheSettings, held: HeldBlocks, identity: Callable[[], Mapping[str, str]]) -> None:
         """Raises ``ConfigError`` for an address that cannot be listened at, or that others can reach without TLS, and
@@ -168,20 +217,43 @@ class HoldingServer:
     def _answer(self, channel: Channel, message: Message) -> None:
         match message:
             case Ask(ticket=ticket, keys=keys):
-                channel.tell(Have(self._held.available(ticket, keys)))
-            case Fetch(ticket=ticket, keys=keys):
-                self._send(channel, (self._held.content(ticket, key) for key in keys))
+                arena = self._held.arena if self.shares_memory else None
+                channel.tell(Have(self._held.available(ticket, keys), None if arena is None else arena.handle))
+            case Fetch(ticket=ticket, keys=keys, by_memory=by_memory):
+                self._send(channel, (self._held.content(ticket, key) for key in keys), by_memory)
             case Release(ticket=ticket):
                 self._held.release(ticket)
-            case Have():
-                raise ChannelError("a Have came, which servers send")
+            case _:
+                raise ChannelError(f"a {type(message).__name__} came, which answers nothing")
 
-    def _send(self, channel: Channel, contents: Iterable[bytes | None]) -> None:
+    def _send(self, channel: Channel, contents: Iterable[Slot | None], by_memory: bool) -> None:
         """Send contents, up to the first that is gone."""
-        for content in contents:
-            channel.send(content or b"")
-            if content is None:
-                break
+        for batch in _batches(contents):
+            sizes = [len(slot.view) for slot in batch]
+            if by_memory and batch[0].offset >= 0:
+                channel.tell(Batch([slot.offset for slot in batch], sizes))
+                _hear(channel, Copied)  # until then, ``batch`` keeps the slots
+                channel.tell(StillHeld())
+            else:
+                channel.tell(Batch([], sizes))
+                for slot in batch:
+                    channel.send(slot.view)
+        channel.tell(Batch([], []))
+
+
+def _batches(contents: Iterable[Slot | None]) -> Iterator[list[Slot]]:
+    """The contents before the first that is gone, together as far as all or none of them lie in the arena."""
+    batch, size = list[Slot](), 0
+    for slot in contents:
+        if slot is None:
+            break
+        if batch and (size + len(slot.view) > BATCH_BYTES or (slot.offset < 0) != (batch[0].offset < 0)):
+            yield batch
+            batch, size = [], 0
+        batch.append(slot)
+        size += len(slot.view)
+    if batch:
+        yield batch
 
 
 class Fetcher:
@@ -203,9 +275,12 @@ class Fetcher:
         self._idle: defaultdict[str, list[Channel]] = defaultdict(list)
         self._failed: dict[str, tuple[float, str]] = {}
         """When a server failed last, and why."""
+        self._shares: dict[str, bool] = {}
+        """Whether a server's memory could be opened."""
         self._lock = threading.Lock()
         self._threads = ThreadPoolExecutor(NUM_FETCHERS, "kv-transfer")
         self.submit = self._threads.submit
+        self._copiers = ThreadPoolExecutor(NUM_COPIERS, "kv-transfer-copier")
 
     def fetch(
         self, transfer: KVTransfer, keys: list[bytes], choose: Callable[[set[bytes]], list[bytes]], most_bytes: int
@@ -228,12 +303,15 @@ class Fetcher:
             channel = self._take(address) or self._connect(address)
             channel.wait_for(self._seconds)
             channel.tell(Ask(transfer.ticket, keys))
-            have = channel.hear(_decoder, MAX_MESSAGE_BYTES)
-            if not isinstance(have, Have):
-                raise ChannelError(f"a {type(have).__name__} came instead of the keys that it has")
+            have = _hear(channel, Have)
             if wanted := choose(set(have.keys)):
-                channel.tell(Fetch(transfer.ticket, wanted))
-                yield from zip(wanted, self._receive(channel, len(wanted), most_bytes), strict=False)
+                with opened(have.arena) as arena:
+                    if have.arena is not None:
+                        self._note(address, arena is not None)
+                    channel.tell(Fetch(transfer.ticket, wanted, arena is not None))
+                    contents = self._receive(channel, len(wanted), most_bytes, arena)
+                    for content, key in zip(contents, wanted, strict=False):  # in this order, ``contents`` ends
+                        yield key, content
             channel.tell(Release(transfer.ticket))
         except ChannelError as error:
             self._failed[address] = time.monotonic(), str(error)
@@ -248,17 +326,59 @@ class Fetcher:
         with self._lock:
             self._idle[address].append(channel)
 
-    def _receive(self, channel: Channel, count: int, most_bytes: int) -> Iterator[Content]:
-        """What ``_send`` sends of so many contents."""
-        for _ in range(count):
-            memory = self._allocate(most_bytes)
-            if not (size := channel.receive_into(memory)):
-                break  # it is gone since; what comes after it is not sent
-            yield memory[:size]
+    def _note(self, address: str, is_shared: bool) -> None:
+        """Log by which way the blocks of a server come, once."""
+        if self._shares.get(address) != is_shared:
+            self._shares[address] = is_shared
+            way = "its shared memory" if is_shared else "the connection, as its memory is not of this machine"
+            logger.info("KV blocks of %s come through %s", address, way)
+
+    def _receive(self, channel: Channel, count: int, most_bytes: int, arena: int | None) -> Iterator[Content]:
+        """What ``_send`` sends of so many contents; ``arena`` is the file in which they may lie."""
+        while (batch := _hear(channel, Batch)).sizes:
+            count -= len(batch.sizes)
+            is_asked_for = count >= 0 and all(0 < size <= most_bytes for size in batch.sizes)
+            if not is_asked_for or sum(batch.sizes) > max(BATCH_BYTES, most_bytes):
+                raise ChannelError("other contents came than were asked for")
+            memory = self._allocate(sum(batch.sizes))
+            ends = itertools.accumulate(batch.sizes)
+            parts = [memory[end - size : end] for end, size in zip(ends, batch.sizes, strict=True)]
+            if not batch.offsets:
+                for part in parts:
+                    if channel.receive_into(part) < len(part):
+                        raise ChannelError("a content came that is too short")
+                    yield part
+                continue
+            if arena is None or len(batch.offsets) != len(parts):
+                raise ChannelError("contents were placed where they were not asked for")
+            self._copy(arena, batch.offsets, parts)
+            channel.tell(Copied())
+            _hear(channel, StillHeld)
+            yield from parts
+
+    def _copy(self, arena: int, offsets: list[int], parts: list[memoryview]) -> None:
+        """Copy ``parts`` from the arena, in several threads if they are large. Raises ``ChannelError``."""
+        share = max(1, LEAST_SHARE_BYTES // len(parts[0]), -(-len(parts) // NUM_COPIERS))
+
+        def copy(start: int) -> None:
+            for offset, part in zip(offsets[start : start + share], parts[start : start + share], strict=True):
+                read_into(part, arena, offset)
+
+        copies = list[Future[None]]()
+        try:
+            for start in range(0, len(parts), share):
+                copies.append(self._copiers.submit(copy, start))
+            for done in copies:
+                done.result()
+        except (OSError, RuntimeError, CancelledError) as error:
+            raise ChannelError(f"its memory cannot be read: {error}") from None
+        finally:
+            wait(copies)  # of the others, too: the file is closed afterwards
 
     def close(self) -> None:
         """Fetch nothing more, and close what is idle."""
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        for threads in (self._threads, self._copiers):
+            threads.shutdown(wait=False, cancel_futures=True)
         for channels in self._idle.values():
             for channel in channels:
                 channel.close()

@@ -87,8 +87,9 @@ def make_half(block_size: int = 4, states: StateSize | None = None, num_blocks: 
     return Half(cache, runner, Engine(Scheduler(cache, max_num_seqs=4, max_num_batched_tokens=64), runner))
 
 
-@pytest.fixture
-def prefill() -> Iterator[Half]:
+@pytest.fixture(params=["memory", "frames"])
+def prefill(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Half]:
+    monkeypatch.setattr(HoldingServer, "shares_memory", request.param == "memory")
     half = make_half()
     half.hold()
     yield half
@@ -189,7 +190,9 @@ def test_prompts_share_what_is_held_and_no_more_than_the_bound_is(decode: Half) 
     held.release("b")
     held.release("b")
     assert len(held) == 2
-    assert held.content("a", b"\1") == b"\1" * 8
+    found = held.content("a", b"\1")
+    assert found is not None
+    assert found.view == b"\1" * 8
     held.release("a")
     assert len(held) == 0 == held.num_bytes
 
@@ -200,6 +203,7 @@ def test_a_ticket_is_of_no_use_to_another_salt(prefill: Half, decode: Half) -> N
     assert decode.offload.stats.num_received == 0
 
 
+@pytest.mark.parametrize("prefill", ["memory"], indirect=True)
 @pytest.mark.parametrize("trouble", ["key", "weights", "settings", "ticket", "address", "gone", "restarted"])
 def test_what_cannot_be_fetched_is_computed_and_the_reason_is_named(
     trouble: str, prefill: Half, decode: Half, caplog: pytest.LogCaptureFixture
@@ -275,6 +279,7 @@ class Damage:
         monkeypatch.setattr(Channel, "_send_all", damaged)
 
 
+@pytest.mark.parametrize("prefill", ["frames"], indirect=True)
 def test_bytes_that_change_on_the_way_are_computed(
     prefill: Half, decode: Half, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -296,6 +301,7 @@ def test_bytes_that_change_on_the_way_are_computed(
     assert decode.engine.stats().num_transfer_failures == 1
 
 
+@pytest.mark.parametrize("prefill", ["frames"], indirect=True)
 def test_a_silent_server_is_waited_for_once(prefill: Half, decode: Half, caplog: pytest.LogCaptureFixture) -> None:
     timeout = 1.0  # far longer than a step takes, on a busy machine too
     settings = dataclasses.replace(SETTINGS, kv_transfer_timeout=timeout)
@@ -399,9 +405,9 @@ def test_random_workloads_from_prompts_that_another_engine_computed(
         run.cache.must_find = False
         states = run.workload.states
         first = make_half(run.workload.block_size, states and states._replace(has_drafts=False))
-        first.hold()
+        first.hold().shares_memory = rng.random() < 0.5
         half = Half(run.cache, run.runner, run.engine)  # type: ignore[arg-type]
-        half.fetch(dataclasses.replace(SETTINGS, kv_transfer_timeout=0.2))
+        half.fetch(dataclasses.replace(SETTINGS, kv_transfer_timeout=0.1))
         for index, request in enumerate(run.workload.requests):
             if rng.random() < 0.8 and request.max_tokens and not request.output_tokens:
                 whole = msgspec.structs.replace(request, params=SamplingParams(ignore_eos=True))
