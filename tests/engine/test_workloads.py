@@ -24,6 +24,7 @@ FEATURES = {
     "overlap": Features(depth=2),
     "deep overlap": Features(depth=3),
     "stages": Features(depth=3, stages=3, aborts=True, tight=True),
+    "two stages": Features(depth=2, stages=2, windows=1, grammar=True, fault_rate=0.03),
     "drafts": Features(drafts=True),
     "drafts and overlap": Features(drafts=True, depth=2),
     "masks": Features(grammar=True),
@@ -155,6 +156,9 @@ def test_many_random_workloads_have_many_steps_with_every_choice_of_every_settin
         "eviction": offered["eviction_policy"],
         "tiers": ("none", "host", "disk"),
         "depth": (1, 2, 3),
+        "stages": (1, 2, 3),
+        "ranks": (1, 2, 3, 4),
+        "windows": (0, 1, 2),
     }
     switches = {name for name, _ in steps_with} - choices.keys()
     choices |= dict.fromkeys(switches, (False, True))
@@ -167,6 +171,9 @@ def test_many_random_workloads_have_many_steps_with_every_choice_of_every_settin
 def _is_possible(features: Features) -> bool:
     if features.states and (features.windows or (features.drafts and features.depth > 1)):
         return False
+    is_whole = features.ranks == features.stages == 1
+    if not is_whole and (features.states or features.tiers != "none" or features.ranks > 1 < features.stages):
+        return False
     return features.tiers == "none" or (features.prefix_caching and features.num_groups == 1)
 
 
@@ -175,6 +182,8 @@ any_workload = given(
     features=st.builds(
         Features,
         depth=st.sampled_from([1, 2, 3]),
+        stages=st.sampled_from([1, 1, 2, 3]),
+        ranks=st.sampled_from([1, 1, 2, 3, 4]),
         drafts=st.booleans(),
         grammar=st.booleans(),
         fault_rate=st.sampled_from([0.0, 0.03, 0.3]),
