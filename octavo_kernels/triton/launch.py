@@ -171,13 +171,17 @@ MOST_BESIDE = 2**16 - 1
 """Programs on the second axis of a grid, and on the third; the first has room for 2 ** 31."""
 
 
-def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
-    """Launch ``kernel[grid]``; its ``PDL`` argument, and the launch itself, follow ``use_pdl()``."""
-    if (compiling := _compiling.get()) is not None:
-        if isinstance(compiling, set):
-            compiling.add(kernel.warmup(*args, grid=grid, PDL=use_pdl(), launch_pdl=use_pdl(), **options))
-        return
-    kernel[grid](*args, PDL=use_pdl(), launch_pdl=use_pdl(), **options)
+def launch(kernel: Any, grid: tuple[int, ...], *args: Any, is_early: bool = True, **options: Any) -> None:
+    """Launch ``kernel[grid]``; its ``PDL`` argument, and the launch itself, follow ``use_pdl()``.
+
+    Without ``is_early`` it starts when the kernel before it has ended. Then all multiprocessors are free, and programs
+    that are small are dealt out to them evenly.
+    """
+    options |= {"PDL": use_pdl(), "launch_pdl": use_pdl() and is_early}
+    if (compiling := _compiling.get()) is None:
+        kernel[grid](*args, **options)
+    elif isinstance(compiling, set):
+        compiling.add(kernel.warmup(*args, grid=grid, **options))
 
 
 @triton.jit

@@ -110,7 +110,7 @@ def grouped_pairs(
             *(N, num_rows, P // len(x), int(config.release == "late")), K=K, GROUPS=len(packed.scales_GN),
             NUMBER=packed.number, OFFSET=offset, CHUNK=chunk_of(packed.number), BLOCK_T=BLOCK_T, BLOCK_N=config.block_n,
             SPLIT=config.split, STAGES=config.stages, **activation, ASSEMBLY=assembly(packed, x.dtype, offset),
-            num_warps=config.warps,
+            num_warps=config.warps, is_early=False,  # else the kernel before leaves some multiprocessors more room
         )  # fmt: skip
     return out_PN
 
