@@ -17,9 +17,9 @@ HELP = "describe a model on this machine: size, architecture, formats, chat temp
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The model, and where models are."""
+    """The model, where models are, and where its other files are if it has weights alone."""
     parser.add_argument("name", metavar="MODEL", help="name of a model, as `octavo list` shows it, or a path")
-    add_some_settings(parser, ["download_dir", "revision", "load_format"])
+    add_some_settings(parser, ["download_dir", "revision", "load_format", "hf_config_path", "tokenizer"])
 
 
 def run(args: argparse.Namespace) -> int:
@@ -49,12 +49,12 @@ def _lines(path: Path, settings: ModelSettings) -> Iterator[str]:
     files = parts_of(path) if path.is_file() else [file for file in path.rglob("*") if file.is_file()]
     size = size_text(sum(file.stat().st_size for file in files))
     yield f"{path}: {size} in {len(files)} file{'s'[: len(files) != 1]}"
-    checkpoint = open_checkpoint(path, settings.load_format)
+    checkpoint = open_checkpoint(path, settings.load_format, config_folder=settings.hf_config_path)
     model = read_config(checkpoint.config)
     yield from describe(
         model, outline(model, checkpoint, weight_format(settings, torch.device("cpu"), checkpoint)), checkpoint
     )
-    tokenizer = load_tokenizer(path)
+    tokenizer = load_tokenizer(Path(settings.tokenizer or path))
     yield f"chat template: {'yes' if tokenizer is not None and tokenizer.chat_template else 'no'}"
     own = chosen_config(settings.generation_config, checkpoint.generation_config, path)
     defaults = sampling_defaults(settings.generation_config, own)

@@ -92,6 +92,19 @@ def test_show_describes_a_model(hub: Path, capsys: pytest.CaptureFixture[str]) -
     assert "sampling defaults: " in text
 
 
+def test_show_reads_what_a_folder_of_weights_lacks_from_others(hub: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source, weights = hub.parent / "source", hub.parent / "weights"
+    weights.mkdir()
+    command = ["show", str(weights), "--load-format", "dummy"]
+    assert main([*command, "--hf-config-path", str(source)]) == 0
+    text = capsys.readouterr().out
+    assert "LlamaForCausalLM" in text
+    assert "chat template: no" in text
+    assert main([*command, "--hf-config-path", str(source), "--tokenizer", str(source)]) == 0
+    assert "chat template: yes" in capsys.readouterr().out
+    assert main(command) == 2
+
+
 def test_pull_prints_the_path_and_fetches_nothing_twice(hub: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["pull", "acme/tiny"]) == 0
     assert capsys.readouterr().out == f"{hub / 'models--acme--tiny' / 'snapshots' / COMMIT}\n"
