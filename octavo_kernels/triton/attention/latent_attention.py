@@ -11,7 +11,7 @@ and keys C.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -210,7 +210,7 @@ def _config(q_TNH: Tensor, config: LatentTile) -> LatentTile:
 
 def _constants(
     q_TNH: Tensor, split: int, cache: Tensor, config: LatentTile, part: ContextPart, window: int
-) -> dict[str, int]:
+) -> dict[str, Any]:
     """Compile-time constants of both kernels."""
     _, N, H = q_TNH.shape
     assert q_TNH.is_contiguous()

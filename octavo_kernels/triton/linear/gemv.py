@@ -10,6 +10,7 @@ they sum. RMSNorm costs arithmetic alone: each program takes the sum of squares 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import triton
 import triton.language as tl
@@ -293,6 +294,6 @@ def gemv(x_1K: Tensor, weight_NK: Tensor, fused: Fused, config: GemvConfig, scal
         *(x_1K, weight_NK, scales_N, bias_N, norm_K, residual_1N, out_1N),
         *(eps, outputs, tiles, int(config.release == "late")), K=K, OUTPUTS=rows,
         BLOCK_K=min(config.block_k, triton.next_power_of_2(K)), ACTIVATION=activation, EVEN_N=outputs % rows == 0,
-        PREFETCH=config.prefetch, num_warps=config.warps, **{"STAGES": config.stages} if walks else {},
+        PREFETCH=config.prefetch, num_warps=config.warps, **dict[str, Any](STAGES=config.stages) if walks else {},
     )  # fmt: skip
     return out_1N

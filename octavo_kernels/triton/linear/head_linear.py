@@ -7,7 +7,7 @@ Shapes: T rows, N heads, K inputs, O outputs; a tile's rows M, its outputs B and
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -38,7 +38,7 @@ class Tile(NamedTuple):
     inputs: int
     stages: int
 
-    def constants(self) -> dict[str, int]:
+    def constants(self) -> dict[str, Any]:
         """Compile-time constants of a kernel."""
         return {"ROWS": self.rows, "BLOCK_O": self.outputs, "BLOCK_K": self.inputs, "STAGES": self.stages}
 
