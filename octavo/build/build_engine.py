@@ -57,6 +57,7 @@ from octavo.plugins import CPU, GPU
 from octavo.quant.stored.stored_weight import WeightFormat, dtype_name
 from octavo.runtime import memory_budget
 from octavo.runtime.drafting.optional_acceptance import Verify, rule
+from octavo.runtime.executors.block_copies import pinned_memory
 from octavo.runtime.executors.expert_moves import ExpertMoves
 from octavo.runtime.executors.pooler import Pooler
 from octavo.runtime.executors.routed_experts import keeping_routes
@@ -413,6 +414,8 @@ def _connect_blocks(
         cache.states.copy = blocks.copy_state
     longest = min(info.num_kv_blocks, -(-info.max_model_len // storage.block_size))
     room = default_room(blocks, longest, memory_budget.free_memory(torch.device("cpu"), 1.0))
+    if is_gpu(storage.device) and config.model.num_ranks == 1:
+        blocks.allocate = pinned_memory
     if (offload := make_offload(settings, blocks, storage.block_size, model, forms, room)) is not None:
         cache.use_offload(offload)
     if not info.changes_weights:

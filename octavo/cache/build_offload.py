@@ -47,7 +47,7 @@ def make_offload(
         held = HeldBlocks(int(settings.kv_transfer_memory * GIB), settings.kv_transfer_ttl)
         offload.held = held, server(settings, held, offload.fingerprint)
     else:
-        offload.fetcher = fetcher(settings, offload.fingerprint)
+        offload.fetcher = fetcher(settings, offload.fingerprint, store.allocate)
     return offload
 
 

@@ -23,12 +23,14 @@ memory when their sequence is admitted are recomputed.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import logging
 import struct
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -43,6 +45,8 @@ from octavo.types import KVTransfer, Sequence, Tokens
 
 MAX_PENDING, PENDING_BYTES = 1024, 2 << 30
 """Most blocks pending to be saved, and when there are so many bytes of them; further evicted blocks are dropped."""
+BATCH_BYTES = 64 << 20
+"""Most bytes of blocks that are copied together, which takes as much of the device's memory, or twice as much."""
 MAX_PENDING_STATES = 16
 """Most recurrent states among them: each is as large as many blocks."""
 IDLE_PENDING, IDLE_BYTES = 32, 160 << 20
@@ -77,16 +81,20 @@ class BlockStore(Protocol):
     state_bytes: int
     """Size of a recurrent state; 0 for models without."""
 
-    def read(self, block: int) -> Callable[[], Content]:
-        """Start to copy ``block`` out, before any step that is submitted later.
+    def read(self, blocks: list[int]) -> Callable[[], Content]:
+        """Start to copy ``blocks`` out, before any step that is submitted later.
 
-        The returned function waits for the copy and returns the content; it may be called in any thread. The content
-        may lie in memory of which there is little: what is to be kept has to be copied.
+        The returned function waits for the copy and returns their contents, one behind the other; it may be called in
+        any thread. They may lie in memory of which there is little: what is to be kept has to be copied.
         """
         ...
 
-    def write(self, block: int, content: Content) -> None:
-        """Write ``content`` to ``block``, before any step that is submitted later."""
+    def write(self, blocks: list[int], contents: list[Content]) -> None:
+        """Write ``contents`` to ``blocks``, one each, before any step that is submitted later."""
+        ...
+
+    def allocate(self, size: int) -> memoryview:
+        """Memory for contents, of which ``write`` copies fastest; thread-safe."""
         ...
 
     def read_state(self, slot: int) -> Callable[[], Content]:
@@ -96,6 +104,35 @@ class BlockStore(Protocol):
     def write_state(self, slot: int, content: Content) -> None:
         """``write`` for the recurrent state in a slot, in one order with copies of states."""
         ...
+
+
+class BlockReads:
+    """Reads of single blocks, which ``send`` starts together."""
+
+    def __init__(self, store: BlockStore) -> None:
+        self._store, self._blocks, self._waiting = store, list[int](), Future[Callable[[], Content]]()
+
+    def add(self, block: int) -> Callable[[], Content]:
+        """``BlockStore.read`` of one block."""
+        index, size, waiting = len(self._blocks), self._store.num_bytes, self._waiting
+        self._blocks.append(block)
+        if len(self._blocks) == blocks_of_batch(self._store):
+            self.send()
+        return lambda: memoryview(waiting.result()())[index * size : (index + 1) * size]
+
+    def send(self) -> None:
+        """To be called when no more are added, also where that failed."""
+        blocks, waiting = self._blocks, self._waiting
+        self._blocks, self._waiting = [], Future()
+        try:
+            if blocks:
+                waiting.set_result(self._store.read(blocks))
+        finally:
+            waiting.cancel()  # where it cannot be read, nobody waits for it
+
+
+def blocks_of_batch(store: BlockStore) -> int:
+    return max(1, BATCH_BYTES // store.num_bytes)
 
 
 class RecalledState(NamedTuple):
@@ -198,7 +235,7 @@ class Offload:
         self._unsaved.pop((node, False), None)
         self._unsaved.pop((node, True), None)  # of a snapshot that another took the place of
         if self.store.num_bytes:
-            self._save(self._key_of(node), lambda: self.store.read(node.block))
+            self._save(self._key_of(node), lambda: self.store.read([node.block]))
 
     def save_state(self, node: Node, slot: int) -> None:
         """Save the snapshot behind ``node``, which is being evicted from a slot."""
@@ -265,7 +302,7 @@ class Offload:
     def _reader(self, node: Node, is_state: bool) -> Callable[[], Callable[[], Content]]:
         if is_state:
             return lambda: self.store.read_state(node.snapshot.slot)
-        return lambda: self.store.read(node.block)
+        return lambda: self.store.read([node.block])
 
     def save_all(self) -> None:
         """Write cached blocks to disk, as many as ``CLOSING_SECONDS`` allow, and what is pending."""
@@ -420,13 +457,17 @@ class Offload:
         nodes = path[-2::-1]
         if not self.store.num_bytes:
             nodes.clear()
-        size = self.store.num_bytes
-        blocks = [BlockToHold(self._key_of(node), size, self._reader(node, False)) for node in nodes if node.block >= 0]
+        size, reads = self.store.num_bytes, BlockReads(self.store)
+        here = [node for node in nodes if node.block >= 0]
+        blocks = [BlockToHold(self._key_of(node), size, partial(reads.add, node.block)) for node in here]
         if end.snapshot is not None:
             blocks.append(BlockToHold(_state_key(self._key_of(end)), self.store.state_bytes, self._reader(end, True)))
         held, server = self.held
         ticket = server.ticket()
-        held.hold(ticket, blocks)
+        try:
+            held.hold(ticket, blocks)
+        finally:
+            reads.send()
         return KVTransfer(server.address, ticket, end.depth)
 
     def _has(self, key: bytes) -> bool:
@@ -462,15 +503,9 @@ class Offload:
 
     def recall(self, seq: Sequence, num_cached: int) -> list[Content]:
         """Contents of the blocks after the first ``num_cached`` of ``seq``, as far as host memory has them."""
-        contents = []
-        for index, key in enumerate(self._keys(seq.keys, seq.salt)):
-            if index < num_cached:
-                continue
-            content = self._content(key, self.store.num_bytes)
-            if content is None:
-                break
-            contents.append(content)
-        return contents
+        keys = itertools.islice(self._keys(seq.keys, seq.salt), num_cached, None)
+        found = (self._content(key, self.store.num_bytes) for key in keys)
+        return [content for content in itertools.takewhile(lambda content: content is not None, found) if content]
 
     def recall_state(self, seq: Sequence, num_cached: int, num_with_state: int) -> RecalledState | None:
         """The longest prefix of ``seq`` of which host memory has a recurrent state, and the blocks after the first
@@ -501,9 +536,10 @@ class Offload:
     def restore(self, blocks: list[int], contents: list[Content]) -> None:
         """Write ``contents`` to ``blocks``, one each."""
         began = time.monotonic()
-        for block, content in zip(blocks, contents, strict=True):
-            if content:
-                self.store.write(block, content)
+        if self.store.num_bytes:
+            count = blocks_of_batch(self.store)
+            for first in range(0, len(blocks), count):
+                self.store.write(blocks[first : first + count], contents[first : first + count])
         self.restoring.learn_at_least(sum(map(len, contents)), time.monotonic() - began)  # copies wait for steps
         self.stats.num_restored += len(blocks)
 
@@ -546,8 +582,9 @@ class Offload:
     def _chain(self, parent: bytes, tokens: tuple[int | str | None, ...], salt: str) -> bytes:
         """SHA-256 over the parent's key, the tokens and the salt: collision-resistant, even against crafted prompts."""
         encoded = salt.encode()
-        packed = struct.pack(f"<q{len(tokens)}q", len(encoded), *map(folded, tokens))
-        packed += b"".join(as_digest(token) for token in dict.fromkeys(tokens) if isinstance(token, int) and token < 0)
+        images = [token for token in dict.fromkeys(tokens) if isinstance(token, int) and token < 0]
+        packed = struct.pack(f"<q{len(tokens)}q", len(encoded), *(map(folded, tokens) if images else tokens))
+        packed += b"".join(map(as_digest, images))
         return hashlib.sha256(parent + packed + encoded).digest()
 
 

@@ -1,7 +1,7 @@
 """Storage tiers for the contents of evicted blocks: host memory, then disk.
 
-A tier is an LRU key-value store. It returns what it displaces, so that the next tier can store it. A key identifies a
-prefix and everything that its keys and values depend on, so the content of a key never changes.
+A tier is an LRU key-value store. A key identifies a prefix and everything that its keys and values depend on, so the
+content of a key never changes.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ import struct
 import threading
 import time
 import zlib
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from pathlib import Path
+from typing import cast
 
 from octavo.errors import ConfigError
 from octavo.system.private_files import (
@@ -29,8 +30,6 @@ from octavo.system.private_files import (
 
 Content = bytes | memoryview
 """Of single bytes."""
-Stored = tuple[bytes, Content]
-"""A key and its content."""
 
 CHECKSUM_BYTES = 16
 FORMAT = b"crc32, blake2b"
@@ -84,11 +83,16 @@ class CopyRate:
 
 
 class HostTier:
-    """Host memory, at most ``capacity`` bytes; thread-safe, as the other tier is."""
+    """Host memory, at most ``capacity`` bytes; thread-safe, as the other tier is.
+
+    A buffer of which a content is a part stays as long as any of its parts; all buffers have at most twice as much.
+    """
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
-        self.num_bytes = 0
+        self.num_bytes = self._buffer_bytes = 0
+        self._num_parts = Counter[int]()
+        """Contents of each buffer, by its identity."""
         self._contents: OrderedDict[bytes, Content] = OrderedDict()
         self._lock = threading.Lock()
 
@@ -111,20 +115,26 @@ class HostTier:
                 self._contents.move_to_end(key)
             return content
 
-    def put(self, key: bytes, content: Content) -> list[Stored]:
-        """Store ``content``; returns the entries displaced by it, which the next tier may store."""
+    def put(self, key: bytes, content: Content) -> None:
+        """Store ``content``, in place of those that were used longest ago."""
         with self._lock:
             if key in self._contents:
                 self._contents.move_to_end(key)
-                return []
+                return
             self._contents[key] = content
-            self.num_bytes += len(content)
-            displaced = []
-            while self.num_bytes > self.capacity:
-                oldest = self._contents.popitem(last=False)
-                self.num_bytes -= len(oldest[1])
-                displaced.append(oldest)
-            return displaced
+            self._count(content, 1)
+            while self.num_bytes > self.capacity or self._buffer_bytes > 2 * self.capacity:
+                self._count(self._contents.popitem(last=False)[1], -1)
+
+    def _count(self, content: Content, change: int) -> None:
+        """One content more or less is kept."""
+        buffer = cast(bytes, memoryview(content).obj)
+        self._num_parts[id(buffer)] += change
+        if self._num_parts[id(buffer)] == max(change, 0):  # the first, or the last
+            self._buffer_bytes += change * memoryview(buffer).nbytes
+        if not self._num_parts[id(buffer)]:
+            del self._num_parts[id(buffer)]
+        self.num_bytes += change * len(content)
 
 
 class DiskTier:
@@ -185,12 +195,12 @@ class DiskTier:
             self._sizes.move_to_end(name)
             return content
 
-    def put(self, key: bytes, content: Content) -> list[Stored]:
+    def put(self, key: bytes, content: Content) -> None:
         name = _name_of(key)
         with self._lock:
             if name in self._sizes:
                 self._sizes.move_to_end(name)
-                return []
+                return
         path = self._path(name)
         written = path.with_suffix(".part")
         try:
@@ -210,7 +220,6 @@ class DiskTier:
                 self.num_bad += 1
             with contextlib.suppress(OSError):
                 written.unlink(missing_ok=True)
-        return []
 
     def put_path(self, owner: bytes, name: bytes, keys: list[bytes]) -> None:
         """Note ``keys``, those of a prefix in order, under a name; without any, forget what was noted.

@@ -155,19 +155,15 @@ class KVStorage:
         """Bytes of one slot of recurrent state, in all layers."""
         return sum(pool[:, 0].nbytes for pool in self.state_pools)
 
-    def block(self, block: int) -> list[Tensor]:
-        """The views of a block of the first group, in all its layers."""
-        return [part[:, :, block] for part in self.pools[0]]
-
-    def routes(self, blocks: Sequence[int]) -> list[Tensor]:
-        """The views of what routers selected for the positions of blocks."""
-        assert self.routes_NC is not None, "it is not kept"
-        size = self.block_size
-        return [self.routes_NC[block * size : (block + 1) * size] for block in blocks]
-
-    def state(self, slot: int) -> list[Tensor]:
-        """The views of a slot of recurrent state, in all layers."""
-        return [pool[:, slot] for pool in self.state_pools]
+    def contents(self, pool: str) -> list[Tensor]:
+        """Views ``[A, N, R]`` of what is at N places, blocks of the first group or slots of recurrent state, in all
+        layers. ``pool``: see ``ReadPlaces``."""
+        if pool == "routes":
+            assert self.routes_NC is not None, "it is not kept"
+            return [self.routes_NC.view(1, self.num_blocks[0], -1)]
+        if pool == "states":
+            return [states.view(*states.shape[:2], -1) for states in self.state_pools]
+        return [part.flatten(3).flatten(0, 1) for part in self.pools[0]]
 
     def copy_slots(self, group: int, source: int, target: int, num_tokens: int) -> None:
         """Copy the first ``num_tokens`` positions of block ``source``, in all layers of a group, to ``target``."""

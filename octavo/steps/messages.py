@@ -4,7 +4,7 @@ as bytes: two executors that receive the same messages do the same.
 
 from __future__ import annotations
 
-from typing import Any, Protocol, TypeVar
+from typing import Any, Literal, Protocol, TypeVar
 
 import msgspec
 
@@ -194,39 +194,23 @@ class CopyState(msgspec.Struct, frozen=True, array_like=True, tag=True, gc=False
     target: int
 
 
-class ReadBlock(msgspec.Struct, frozen=True, array_like=True, tag=True, gc=False):
-    """Return the content of a block, as bytes."""
+class ReadPlaces(msgspec.Struct, frozen=True, array_like=True, tag=True, gc=False):
+    """Return the contents of places, one behind the other, as bytes."""
 
-    block: int
-
-
-class WriteBlock(msgspec.Struct, frozen=True, array_like=True, tag=True, gc=False):
-    """Write bytes from ``ReadBlock`` to a block."""
-
-    block: int
-    content: bytes
+    pool: Literal["blocks", "states", "routes"]
+    """Keys and values of blocks; recurrent states of slots; the experts that were selected for positions of blocks."""
+    places: list[int]
 
 
-class ReadState(msgspec.Struct, frozen=True, array_like=True, tag=True, gc=False):
-    """Return the recurrent state in a slot, in all layers that have one, as bytes."""
+class WritePlaces(msgspec.Struct, frozen=True, array_like=True, tag=True, gc=False):
+    """Write contents from ``ReadPlaces`` to places, one each; none is named twice."""
 
-    slot: int
-
-
-class WriteState(msgspec.Struct, frozen=True, array_like=True, tag=True, gc=False):
-    """Write bytes from ``ReadState`` to a slot."""
-
-    slot: int
-    content: bytes
+    pool: Literal["blocks", "states"]
+    places: list[int]
+    contents: list[bytes]
 
 
-class ReadRoutes(msgspec.Struct, frozen=True, array_like=True, tag=True, gc=False):
-    """Return the experts that were selected for the positions of blocks, as bytes."""
-
-    blocks: list[int]
-
-
-CacheCopy = CopySlots | CopyState | ReadBlock | WriteBlock | ReadState | WriteState | ReadRoutes
+CacheCopy = CopySlots | CopyState | ReadPlaces | WritePlaces
 """Messages about what a ``KVStorage`` holds."""
 
 
@@ -393,8 +377,7 @@ class Executor(Protocol):
         ...
 
     def send(self, message: Message) -> Reply[Any]:
-        """Execute ``message`` after all earlier ones. The reply to ``Step`` is a ``StepResult``, to ``ReadBlock``,
-        ``ReadState``, ``ReadRoutes`` and ``ReadChecksums`` bytes, to ``Encode`` a list of bytes or ``None``, to
-        ``PrepareTuning`` a list of keys, to ``MeasureKernels`` a dict of fields, to ``ReadExperts`` a list of
-        ``ExpertLoads``, to all others ``None``."""
+        """Execute ``message`` after all earlier ones. The reply to ``Step`` is a ``StepResult``, to ``ReadPlaces``
+        and ``ReadChecksums`` bytes, to ``Encode`` a list of bytes or ``None``, to ``PrepareTuning`` a list of keys, to
+        ``MeasureKernels`` a dict of fields, to ``ReadExperts`` a list of ``ExpertLoads``, to all others ``None``."""
         ...

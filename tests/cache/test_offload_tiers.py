@@ -30,22 +30,46 @@ def files(folder: Path) -> list[Path]:
     return sorted(path for path in folder.rglob("*") if path.is_file() and not path.name.startswith(INDEX))
 
 
-def test_host_memory_hands_back_what_was_used_longest_ago() -> None:
+def put(tier: HostTier, number: int) -> list[int]:
+    """Put a content; returns the numbers of those that it displaces."""
+    before = [i for i in range(10) if key(i) in tier]
+    tier.put(key(number), content(number))
+    return [i for i in before if key(i) not in tier]
+
+
+def test_host_memory_gives_up_what_was_used_longest_ago() -> None:
     tier = HostTier(300)
-    assert [tier.put(key(i), content(i)) for i in range(3)] == [[], [], []]
+    assert [put(tier, i) for i in range(3)] == [[], [], []]
     assert tier.get(key(0)) == content(0)
-    assert tier.put(key(3), content(3)) == [(key(1), content(1))]
+    assert put(tier, 3) == [1]
     assert key(1) not in tier
     assert tier.get(key(1)) is None
-    assert tier.put(key(0), content(0)) == []
+    assert put(tier, 0) == []
     assert tier.num_bytes == 300
-    assert tier.put(key(9), bytes(1000)) == [
-        (key(2), content(2)),
-        (key(3), content(3)),
-        (key(0), content(0)),
-        (key(9), bytes(1000)),
-    ]
+    assert put(tier, 4) == [2]
+    assert put(tier, 5) == [3]
+    assert [tier.get(key(i)) for i in (0, 4, 5)] == [content(i) for i in (0, 4, 5)]
+    tier.put(key(9), bytes(1000))
+    assert not any(key(i) in tier for i in range(10))
     assert tier.num_bytes == 0
+
+
+def test_buffers_of_which_parts_are_kept_take_twice_the_capacity_at_most() -> None:
+    rng, tier, most = random.Random(0), HostTier(1000), 0
+    kept: dict[bytes, tuple[int, bytes | memoryview]] = {}
+    for number in range(200):
+        buffer = bytearray(rng.randrange(1, 400))
+        for part in range(rng.randrange(1, 4)):
+            some = memoryview(buffer)[:20] if rng.random() < 0.8 else bytes(50)
+            name = key(10 * number + part)
+            kept[name] = (len(buffer) if isinstance(some, memoryview) else 50), some
+            tier.put(name, some)
+            kept = {name: one for name, one in kept.items() if name in tier}
+            whole = {id(one.obj if isinstance(one, memoryview) else one): size for size, one in kept.values()}
+            assert tier.num_bytes == sum(len(one) for _, one in kept.values()) <= 1000
+            assert sum(whole.values()) <= 2000
+            most = max(most, sum(whole.values()))
+    assert most > 1900
 
 
 def test_a_disk_forgets_files_when_it_is_full_and_finds_the_others_after_a_restart(tmp_path: Path) -> None:
@@ -67,7 +91,7 @@ def test_of_a_prefix_the_end_is_given_up_first() -> None:
     for number in range(4):
         tier.put(key(number), content(number))
     tier.touch([key(1), key(9), key(2), key(3)])
-    assert [tier.put(key(number), content(number))[0][0] for number in range(4, 8)] == [key(i) for i in (0, 3, 2, 1)]
+    assert [put(tier, number) for number in range(4, 8)] == [[0], [3], [2], [1]]
 
 
 def test_a_rate_is_the_last_that_was_measured_of_many_bytes() -> None:
@@ -284,7 +308,7 @@ def test_a_disk_that_cannot_be_written_keeps_nothing(tmp_path: Path) -> None:
     tier = DiskTier(tmp_path / "kv", 1000)
     first_letters = tmp_path / "kv" / offload_tiers._name_of(key(1)).hex()[:2]
     first_letters.write_bytes(b"in the way")
-    assert tier.put(key(1), content(1)) == []
+    tier.put(key(1), content(1))
     assert tier.get(key(1)) is None
     assert tier.num_bad == 1
     (tmp_path / "file").write_bytes(b"")

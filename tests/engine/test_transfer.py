@@ -9,14 +9,14 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 
-from octavo.cache import kv_channel
+from octavo.cache import kv_channel, offload
 from octavo.cache.held_blocks import BlockToHold, HeldBlocks
 from octavo.cache.kv_cache import KVCache
 from octavo.cache.kv_channel import Fetcher, HoldingServer
@@ -25,7 +25,7 @@ from octavo.cache.offload_tiers import HostTier
 from octavo.config import CacheSettings
 from octavo.engine.engine import Engine
 from octavo.engine.scheduler import Scheduler
-from octavo.errors import ConfigError
+from octavo.errors import ConfigError, RunnerError
 from octavo.sampling_params import SamplingParams
 from octavo.steps.limits import StateSize
 from octavo.system import channel
@@ -144,6 +144,33 @@ def test_a_prompt_that_is_fetched_displaces_others_and_not_its_own_beginning(pre
     assert all(key in host for key in keys)
     host.put(b"", bytes(size))
     assert [key in host for key in keys] == [True] * 8 + [False], "the end is given up first"
+
+
+@pytest.mark.parametrize("num_blocks", [1, 4, 100])
+def test_blocks_are_copied_in_batches(
+    num_blocks: int, prefill: Half, decode: Half, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(offload, "BATCH_BYTES", num_blocks * prefill.store.num_bytes)
+    batches: list[list[int]] = []
+    read, write = prefill.store.read, decode.store.write
+    monkeypatch.setattr(prefill.store, "read", lambda blocks: (batches.append(blocks), read(blocks))[1])
+    monkeypatch.setattr(decode.store, "write", lambda blocks, some: (batches.append(blocks), write(blocks, some))[1])
+    assert decode.compute(handed_over(prefill, ask(None))).num_cached_tokens == 36
+    sizes = [min(num_blocks, 9 - first) for first in range(0, 9, num_blocks)]
+    assert [len(blocks) for blocks in batches] == 2 * sizes
+
+
+def test_who_waits_for_blocks_that_cannot_be_read_is_told(prefill: Half, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(blocks: list[int]) -> Any:
+        raise RunnerError("no memory")
+
+    monkeypatch.setattr(prefill.store, "read", fail)
+    reads = offload.BlockReads(prefill.store)
+    waiting = reads.add(1)
+    with pytest.raises(RunnerError, match="no memory"):
+        reads.send()
+    with pytest.raises(CancelledError):
+        waiting()
 
 
 def test_a_request_with_a_grammar_waits_for_its_prompt_too(prefill: Half, decode: Half) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from octavo.cache.offload import Identity, Offload
-from octavo.cache.offload_tiers import INDEX, DiskTier, HostTier
+from octavo.cache.offload_tiers import INDEX, Content, DiskTier, HostTier
 from octavo.types import Output
 from tests.engine.workload import Run
 from tests.oracle import OracleRunner
@@ -23,12 +23,17 @@ class OracleStore:
         self.runner = runner
         self.num_bytes, self.state_bytes = runner.block_size * SLOT, SLOT
 
-    def read(self, block: int) -> Callable[[], bytes]:
-        content = struct.pack(f"<{self.runner.block_size}q", *self.runner.read_block(block))
+    def read(self, blocks: list[int]) -> Callable[[], bytes]:
+        digests = [digest for block in blocks for digest in self.runner.read_block(block)]
+        content = struct.pack(f"<{len(digests)}q", *digests)
         return lambda: content
 
-    def write(self, block: int, content: bytes) -> None:
-        self.runner.write_block(block, struct.unpack(f"<{self.runner.block_size}q", content))
+    def write(self, blocks: list[int], contents: list[Content]) -> None:
+        for block, content in zip(blocks, contents, strict=True):
+            self.runner.write_block(block, struct.unpack(f"<{self.runner.block_size}q", content))
+
+    def allocate(self, size: int) -> memoryview:
+        return memoryview(bytearray(size))
 
     def read_state(self, slot: int) -> Callable[[], bytes]:
         content = struct.pack("<q", self.runner.read_state(slot))

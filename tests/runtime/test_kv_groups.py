@@ -220,7 +220,7 @@ def test_layers_of_a_group_may_differ_in_width_and_share_a_cache() -> None:
     for part in storage.pools[0]:
         part.copy_(torch.randn_like(part))
     before = [part.clone() for part in storage.pools[0]]
-    copies.write(storage.block(1), copies.read(storage.block(4)).wait())
+    copies.write(storage.contents("blocks"), [1], [copies.read(storage.contents("blocks"), [4]).wait()])
     assert all(torch.equal(part[:, :, 1], old[:, :, 4]) for part, old in zip(storage.pools[0], before, strict=True))
 
 

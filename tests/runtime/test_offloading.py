@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import random
 import subprocess
 import sys
 import time
 from pathlib import Path
 from typing import Any, cast
 
+import numpy as np
 import pytest
 import torch
 
@@ -22,8 +24,9 @@ from octavo.models.layer_cache import LayerCacheSpec, conv_state, kv_groups, rec
 from octavo.models.model_config import ModelConfig
 from octavo.models.registry import read_config
 from octavo.ops.attention.cached_rows import INT4
-from octavo.runtime.executors.block_copies import HostBlockCopies
+from octavo.runtime.executors.block_copies import HostBlockCopies, _gathered, _scatter, joined, pinned_place
 from octavo.runtime.kv_storage import KVStorage, StatePool
+from octavo.steps.messages import ReadPlaces, WritePlaces
 from octavo_fleet.sim.shapes import SHAPES
 from tests.llm.tiny import write_checkpoint
 from tests.ops.cpu_cases import needs_float_kernels
@@ -43,12 +46,54 @@ def test_blocks_come_back_bit_for_bit(dtype: torch.dtype) -> None:
     bits.copy_(torch.randint(0, 256, bits.shape, dtype=torch.uint8))
     before = bits.clone()
     copies = HostBlockCopies(storage)
-    contents = [copies.read(storage.block(block)).wait() for block in range(5)]
+    contents = [copies.read(storage.contents("blocks"), [block]).wait() for block in range(5)]
     assert {len(content) for content in contents} == {storage.bytes_per_block}
     bits.fill_(255)
     for block, content in enumerate(contents):
-        copies.write(storage.block((block + 2) % 5), content)
+        copies.write(storage.contents("blocks"), [(block + 2) % 5], [content])
     assert torch.equal(bits, before.roll(2, dims=2))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn])
+@pytest.mark.parametrize("width", [16, 5])
+def test_blocks_that_are_copied_together_are_those_one_by_one(
+    width: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In any order, of layers that cache other sizes; with a width of 5 what they cache begins at odd bytes. The same
+    is what a device computes."""
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)
+    specs = [LayerCacheSpec(3, 5), LayerCacheSpec(1, width, kind="latent"), LayerCacheSpec(3, 5)]
+    storage = KVStorage(specs, kv_groups(specs), [9], 1, dtype, torch.device("cpu"))
+    pools = [pool.view(torch.uint8) for pool in storage.pools[0]]
+    for pool in pools:
+        pool.random_()
+    before, copies, rng = [pool.clone() for pool in pools], HostBlockCopies(storage), random.Random(0)
+    for _ in range(20):
+        sources = rng.choices(range(9), k=rng.randrange(1, 9))
+        targets, size = rng.sample(range(9), len(sources)), storage.bytes_per_block
+        content = copies.execute(ReadPlaces("blocks", sources)).wait()
+        assert content == b"".join(copies.execute(ReadPlaces("blocks", [block])).wait() for block in sources)
+        gathered = _gathered(storage.contents("blocks"), sources)
+        assert gathered.numpy().tobytes() == content
+        if rng.random() < 0.5:
+            copies.execute(WritePlaces("blocks", targets, [content[i * size :][:size] for i in range(len(sources))]))
+        else:
+            _scatter(storage.contents("blocks"), targets, gathered)
+        for pool, old in zip(pools, before, strict=True):
+            old[:, :, targets] = old[:, :, sources]
+            assert torch.equal(pool, old)
+
+
+def test_contents_that_follow_each_other_in_pinned_memory_are_one_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.Tensor, "is_pinned", lambda tensor: True)
+    slab, other = (torch.arange(60, dtype=torch.uint8).numpy().data for _ in range(2))
+    plain: list[Any] = [b"abc", np.zeros(4, np.uint8).data, bytearray(5)]
+    some: list[Any] = [slab[10:20], slab[20:50].toreadonly(), slab[:5], other[5:10], *plain, slab[5:6]]
+    runs = joined(place for place in map(pinned_place, some) if place is not None)
+    assert [list(run) for run in runs] == [[*range(10, 50)], [*range(5)], [*range(5, 10)], [5]]
+    assert [pinned_place(content) for content in plain] == [None] * 3
+    monkeypatch.setattr(torch.Tensor, "is_pinned", lambda tensor: False)
+    assert pinned_place(slab) is None
 
 
 @pytest.mark.parametrize("channels", [6, 5])
@@ -62,10 +107,10 @@ def test_states_come_back_bit_for_bit(channels: int) -> None:
     for pool in storage.state_pools:
         pool.view(torch.uint8).random_()
     before, copies = [pool.clone().view(torch.uint8) for pool in storage.state_pools], HostBlockCopies(storage)
-    contents = [copies.read(storage.state(slot)).wait() for slot in range(5)]
+    contents = [copies.read(storage.contents("states"), [slot]).wait() for slot in range(5)]
     assert {len(content) for content in contents} == {storage.bytes_per_state} == {3 * (3 * channels * 2 + 30 * 4)}
     for slot, content in enumerate(contents):
-        copies.write(storage.state((slot + 2) % 5), content)
+        copies.write(storage.contents("states"), [(slot + 2) % 5], [content])
     for pool, old in zip(storage.state_pools, before, strict=True):
         assert torch.equal(pool.view(torch.uint8), old.roll(2, dims=1))
 

@@ -18,12 +18,12 @@ from octavo.steps.messages import (
     Compile,
     LoadAdapter,
     Message,
-    ReadBlock,
+    ReadPlaces,
     Reply,
     Step,
     StepResult,
     UnloadAdapter,
-    WriteBlock,
+    WritePlaces,
 )
 from tests.runtime.thread_ranks import make_ranks
 
@@ -40,7 +40,7 @@ class Rank:
         self.collective, self.answer = collective, answer
         self.num_steps = 0
         self.adapters: set[int] = set()
-        self.block = bytes([collective.rank] * 3)
+        self.blocks = {block: bytes([10 * block + collective.rank] * 3) for block in range(3)}
 
     def send(self, message: Message) -> Reply[Any]:
         match message:
@@ -54,10 +54,10 @@ class Rank:
                 self.adapters.add(number)
             case UnloadAdapter(number):
                 self.adapters.discard(number)
-            case ReadBlock():
-                return Done(self.block)
-            case WriteBlock(_, content):
-                self.block = content
+            case ReadPlaces(_, blocks):
+                return Done(b"".join(self.blocks[block] for block in blocks))
+            case WritePlaces(_, blocks, contents):
+                self.blocks.update(zip(blocks, contents, strict=True))
         return Done(None)
 
 
@@ -113,11 +113,12 @@ def test_an_adapter_is_loaded_on_all_ranks_or_on_none(lacking: int) -> None:
 
 def test_a_block_is_the_parts_of_all_ranks() -> None:
     ranks, made = make()
-    content = ranks.send(ReadBlock(0)).wait()
-    assert content == bytes([0, 0, 0, 1, 1, 1, 2, 2, 2])
-    ranks.send(WriteBlock(0, bytes(range(9)))).wait()
+    content = ranks.send(ReadPlaces("blocks", [2, 0])).wait()
+    assert content == bytes([20, 20, 20, 21, 21, 21, 22, 22, 22, 0, 0, 0, 1, 1, 1, 2, 2, 2])
+    ranks.send(WritePlaces("blocks", [1, 2], [bytes(range(9)), bytes(range(9, 18))])).wait()
     ranks.close()
-    assert b"".join(rank.block for rank in made) == bytes(range(9))
+    for block, first in ((1, 0), (2, 9)):
+        assert b"".join(rank.blocks[block] for rank in made) == bytes(range(first, first + 9))
 
 
 class Endless:

@@ -16,6 +16,7 @@ from typing import Any, cast
 import msgspec
 
 from octavo.cache.build_offload import identity
+from octavo.cache.kv_channel import plain_memory
 from octavo.cache.offload import Identity
 from octavo.cache.offload_tiers import Content
 from octavo.engine.protocols import TensorReceiver
@@ -33,17 +34,14 @@ from octavo.steps.messages import (
     LoadWeights,
     Message,
     OfWeights,
-    ReadBlock,
     ReadChecksums,
-    ReadRoutes,
-    ReadState,
+    ReadPlaces,
     Reply,
     Sleep,
     Step,
     StepResult,
     Wake,
-    WriteBlock,
-    WriteState,
+    WritePlaces,
 )
 from octavo.system.background_threads import ThreadGroup, stop_if_ending
 from octavo.types import GroupBlocks, HeldState, Masks, MemoryPart, Plan, Request, Sampled, Scheduled, Sequence
@@ -278,30 +276,29 @@ class BlockMessages:
     def __init__(self, runner: StepRunner, num_bytes: int, state_bytes: int = 0) -> None:
         """Sizes of a block's content, and of a recurrent state."""
         self._runner = runner
+        self.allocate: Callable[[int], memoryview] = plain_memory
+        """See ``BlockStore``."""
         self.num_bytes, self.state_bytes = num_bytes, state_bytes
 
-    def read(self, block: int) -> Callable[[], Content]:
-        """Start to copy ``block`` out; the returned function waits for its content, in any thread."""
-        reply: Reply[Content] = self._runner.send(ReadBlock(block))
-        return reply.wait
+    def read(self, blocks: list[int]) -> Callable[[], Content]:
+        """Start to copy ``blocks`` out; the returned function waits for their contents, in any thread."""
+        return self._runner.send(ReadPlaces("blocks", blocks)).wait
 
-    def write(self, block: int, content: Content) -> None:
-        """Write ``content`` to ``block``, before any step that is sent later."""
-        self._runner.send(WriteBlock(block, cast(bytes, content)))  # any buffer can be sent
+    def write(self, blocks: list[int], contents: list[Content]) -> None:
+        """Write ``contents`` to ``blocks``, before any step that is sent later."""
+        self._runner.send(WritePlaces("blocks", blocks, cast(list[bytes], contents)))  # any buffer can be sent
 
     def read_state(self, slot: int) -> Callable[[], Content]:
         """Start to copy a recurrent state out, like ``read``; its last change must be one of a step that has ended."""
-        reply: Reply[Content] = self._runner.send(ReadState(slot))
-        return reply.wait
+        return self._runner.send(ReadPlaces("states", [slot])).wait
 
     def read_routes(self, blocks: list[int]) -> Callable[[], bytes]:
         """Start to copy out which experts were selected for the positions of blocks, behind the steps sent before."""
-        reply: Reply[bytes] = self._runner.send(ReadRoutes(blocks))
-        return reply.wait
+        return self._runner.send(ReadPlaces("routes", blocks)).wait
 
     def write_state(self, slot: int, content: Content) -> None:
         """Write ``content`` to a slot, behind all steps submitted before, and what is copied from it behind them."""
-        self._runner.send_behind(WriteState(slot, cast(bytes, content)))
+        self._runner.send_behind(WritePlaces("states", [slot], [cast(bytes, content)]))
 
     def copy_slots(self, group: int, source: int, target: int, num_tokens: int) -> None:
         """Copy the first ``num_tokens`` slots of ``source`` to ``target`` in one KV group, before any later step."""

@@ -1,37 +1,36 @@
-"""Copies of single blocks and recurrent states, to and from host memory for the offload tiers of the prefix cache, and
-within the storage.
+"""Copies of blocks and recurrent states, to and from host memory for the offload tiers of the prefix cache, and within
+the storage.
 
 Copies take effect in message order: after the steps and copies sent before them, and before those sent later. What is
-read or written is a list of views of the storage: ``KVStorage.block``, ``state`` or ``routes``. What is written may be
-any buffer.
+read or written are places of pools: ``KVStorage.contents``. What is written may be any buffer.
+
+Shapes: A tensors of a pool, N places of it, R elements or W words that a tensor has at a place, n places of a message,
+B bytes of a content, which is what all pools have at a place.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from octavo.runtime.kv_storage import KVStorage
 from octavo.runtime.replies import Done
-from octavo.steps.messages import (
-    CacheCopy,
-    CopySlots,
-    CopyState,
-    ReadBlock,
-    ReadRoutes,
-    ReadState,
-    Reply,
-    WriteBlock,
-    WriteState,
-)
+from octavo.steps.messages import CacheCopy, CopySlots, CopyState, ReadPlaces, Reply, WritePlaces
 
 STAGED_BYTES = 96 << 20
-"""Most pinned memory with contents on their way to the device; one that is larger is alone."""
+"""Most pinned memory that contents are copied to on their way to the device; what is larger is alone."""
+WORDS = torch.int64, torch.int32, torch.int16, torch.uint8
+
+Bytes = npt.NDArray[np.uint8]
+Place = tuple[Tensor, int, int]
+"""Pinned memory, and where in it a content begins and ends."""
 
 
 class HostBlockCopies:
@@ -48,25 +47,23 @@ class HostBlockCopies:
                 storage.copy_slots(group, source, target, num_tokens)
             case CopyState(source, target):
                 storage.copy_state(source, target)
-            case ReadBlock(block):
-                return self.read(storage.block(block))
-            case WriteBlock(block, content):
-                self.write(storage.block(block), content)
-            case ReadState(slot):
-                return self.read(storage.state(slot))
-            case WriteState(slot, content):
-                self.write(storage.state(slot), content)
-            case ReadRoutes(blocks):
-                return self.read(storage.routes(blocks))
+            case ReadPlaces(pool, places):
+                return self.read(storage.contents(pool), places)
+            case WritePlaces(pool, places, contents):
+                self.write(storage.contents(pool), places, contents)
         return Done(None)
 
-    def read(self, parts: list[Tensor]) -> Reply[memoryview]:
-        """Copy ``parts`` out immediately, because the next step may write to them."""
-        return Done(_content(parts).numpy().data)
+    def read(self, pools_ANR: list[Tensor], places: list[int]) -> Reply[memoryview]:
+        """Copy the contents of ``places`` out immediately, because the next step may write to them."""
+        contents_nB = np.empty((len(places), _parts(pools_ANR)[-1].stop), np.uint8)
+        for own_AR, place_AR in _beside(pools_ANR, places, contents_nB):
+            own_AR[:] = place_AR
+        return Done(contents_nB.reshape(-1).data)
 
-    def write(self, parts: list[Tensor], content: bytes) -> None:
-        """Write ``content``, from ``read``, to ``parts``."""
-        _fill(parts, _copied(content, torch.empty(len(content), dtype=torch.uint8)))
+    def write(self, pools_ANR: list[Tensor], places: list[int], contents: list[bytes]) -> None:
+        """Write ``contents``, from ``read``, to ``places``, one each."""
+        for own_AR, place_AR in _beside(pools_ANR, places, (np.frombuffer(content, np.uint8) for content in contents)):
+            place_AR[:] = own_AR
 
 
 class DeviceBlockCopies(HostBlockCopies):
@@ -74,6 +71,7 @@ class DeviceBlockCopies(HostBlockCopies):
 
     A copy waits for the steps sent before it; steps sent after it wait until it has read or written.
     The host waits only in ``BlockContent.wait``, in the thread that calls it, and in ``write`` while much is staged.
+    A message takes as much of the device's memory as its contents, and twice that if there are several pools or runs.
     """
 
     def __init__(self, storage: KVStorage, steps: torch.cuda.Stream) -> None:
@@ -89,35 +87,47 @@ class DeviceBlockCopies(HostBlockCopies):
         with torch.cuda.stream(self._steps):
             return super().execute(message)
 
-    def read(self, parts: list[Tensor]) -> BlockContent:
-        """Start copying ``parts`` to the host."""
+    def read(self, pools_ANR: list[Tensor], places: list[int]) -> BlockContent:
+        """Start copying the contents of ``places`` to the host."""
         with torch.cuda.stream(self._copies):
             self._copies.wait_stream(self._steps)
-            content = _content(parts)
+            content = _gathered(pools_ANR, places)
             self._steps.wait_event(self._copies.record_event())
             pinned = torch.empty(content.shape, dtype=torch.uint8, pin_memory=True)
             pinned.copy_(content, non_blocking=True)
             return BlockContent(pinned, self._copies.record_event())
 
-    def write(self, parts: list[Tensor], content: bytes) -> None:
-        """Start writing ``content`` to ``parts``; waits for earlier ones while ``STAGED_BYTES`` of them are staged."""
-        num_staged = sum(pinned.nbytes for pinned, _ in self._staged)
-        while self._staged and num_staged + len(content) > STAGED_BYTES:
-            earlier, was_read = self._staged.popleft()
-            was_read.synchronize()
-            num_staged -= earlier.nbytes
-            del earlier  # the allocator of pinned memory keeps it for the next
-        raw = _copied(content, torch.empty(len(content), dtype=torch.uint8, pin_memory=True))
+    def write(self, pools_ANR: list[Tensor], places: list[int], contents: list[bytes]) -> None:
+        """Start writing ``contents`` to ``places``: those in pinned memory from there, others through staged memory."""
+        sources = [pinned_place(content) for content in contents]
+        others = [content for content, source in zip(contents, sources, strict=True) if source is None]
+        staged = self._staged_copy(others)
+        ends = list(itertools.accumulate(map(len, others)))
+        rest = iter([(staged, end - len(content), end) for content, end in zip(others, ends, strict=True)])
         with torch.cuda.stream(self._copies):
-            on_device = raw.to(self._storage.device, non_blocking=True)
-            self._staged.append((raw, self._copies.record_event()))
+            runs = [
+                run.to(self._storage.device, non_blocking=True)
+                for run in joined(next(rest) if source is None else source for source in sources)
+            ]
+            if others:
+                self._staged.append((staged, self._copies.record_event()))
             self._copies.wait_stream(self._steps)
-            _fill(parts, on_device)
+            _scatter(pools_ANR, places, runs[0] if len(runs) == 1 else torch.cat(runs))
             self._steps.wait_event(self._copies.record_event())
+
+    def _staged_copy(self, contents: list[bytes]) -> Tensor:
+        """``contents`` in pinned memory; waits for earlier ones while ``STAGED_BYTES`` are staged."""
+        size = sum(map(len, contents))
+        while self._staged and sum(len(earlier) for earlier, _ in self._staged) + size > STAGED_BYTES:
+            self._staged.popleft()[1].synchronize()  # the allocator of pinned memory keeps it for the next
+        staged = torch.empty(size, dtype=torch.uint8, pin_memory=True)
+        if contents:
+            np.concatenate([np.frombuffer(content, np.uint8) for content in contents], out=staged.numpy())
+        return staged
 
 
 class BlockContent:
-    """Content that is being copied to the host."""
+    """Contents that are being copied to the host."""
 
     def __init__(self, pinned: Tensor, done: torch.cuda.Event) -> None:
         self._pinned, self._done = pinned, done
@@ -128,32 +138,69 @@ class BlockContent:
         return self._pinned.numpy().data
 
 
-def _content(parts: list[Tensor]) -> Tensor:
-    """A copy of the data of all parts, as a flat uint8 tensor."""
-    content = torch.empty(sum(part.nbytes for part in parts), dtype=torch.uint8, device=parts[0].device)
-    for part, raw in _beside(parts, content):
-        raw.copy_(part)
-    return content
+def pinned_memory(size: int) -> memoryview:
+    """Pinned memory for contents, see ``BlockStore``: a whole power of two, as torch allocates no other. Torch keeps it
+    for the next as soon as nothing refers to any part of it, since to lock a gigabyte takes half a second."""
+    return torch.empty(1 << (size - 1).bit_length(), dtype=torch.uint8, pin_memory=True).numpy().data[:size]
 
 
-def _fill(parts: list[Tensor], content: Tensor) -> None:
-    """Write bytes returned by ``_content`` to parts of the same sizes."""
-    for part, raw in _beside(parts, content):
-        part.copy_(raw)
+def pinned_place(content: bytes) -> Place | None:
+    """Where a buffer is in a pinned tensor of bytes; ``None`` if it is of other memory.
+
+    A copy from the tensor is known to its allocator, which gives the memory to nobody before the copy is over, unlike
+    one from another tensor at this address.
+    """
+    array = memoryview(content).obj
+    memory = array.base if isinstance(array, np.ndarray) else None
+    if not isinstance(memory, Tensor) or memory.dtype != torch.uint8 or not memory.is_pinned():
+        return None
+    start = np.frombuffer(content, np.uint8).__array_interface__["data"][0] - memory.data_ptr()
+    return memory, start, start + len(content)
 
 
-def _beside(parts: list[Tensor], content: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Each part, and the bytes of ``content`` that are its own, as a tensor of its shape. Where they begin at no
-    multiple of an element, both as bytes."""
-    start = 0
-    for part in parts:
-        raw = content[start : start + part.nbytes]
-        aligned = part if start % part.itemsize == 0 else part.view(torch.uint8)
-        yield aligned, raw.view(aligned.dtype).view(aligned.shape)
-        start += part.nbytes
+def joined(places: Iterable[Place]) -> list[Tensor]:
+    """The memory of ``places`` in order; those that follow each other are one tensor."""
+    runs: list[Place] = []
+    for memory, start, stop in places:
+        follows = bool(runs) and runs[-1][0] is memory and runs[-1][2] == start
+        runs.append((memory, runs.pop()[1] if follows else start, stop))
+    return [memory[start:stop] for memory, start, stop in runs]
 
 
-def _copied(content: bytes, target: Tensor) -> Tensor:
-    """``target``, a flat uint8 tensor in host memory, with ``content``; torch itself takes no constant buffers."""
-    target.numpy()[:] = np.frombuffer(content, np.uint8)
-    return target
+def _parts(pools_ANR: list[Tensor]) -> list[slice]:
+    """Which bytes of a content are of each pool."""
+    ends = list(itertools.accumulate(pool[:, 0].nbytes for pool in pools_ANR))
+    return list(map(slice, [0, *ends], ends))
+
+
+def _beside(pools_ANR: list[Tensor], places: list[int], contents: Iterable[Bytes]) -> Iterator[tuple[Bytes, Bytes]]:
+    """What each content has of each pool, and its place there, for pools in host memory; both in bytes [A, R]."""
+    parts = [(pool.view(torch.uint8).numpy(), part) for pool, part in zip(pools_ANR, _parts(pools_ANR), strict=True)]
+    for place, content_B in zip(places, contents, strict=True):
+        for pool_ANR, part in parts:
+            yield content_B[part].reshape(len(pool_ANR), -1), pool_ANR[:, place]
+
+
+def _gathered(pools_ANR: list[Tensor], places: list[int]) -> Tensor:
+    """The contents of ``places``, one behind the other, on the device of the pools."""
+    parts = [rows[index_nA].flatten(1).view(torch.uint8) for rows, index_nA, _ in _rows(pools_ANR, places)]
+    return (parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)).view(-1)
+
+
+def _scatter(pools_ANR: list[Tensor], places: list[int], contents: Tensor) -> None:
+    """Write what ``_gathered`` returned to as many places."""
+    contents_nB = contents.view(len(places), -1)
+    for rows, index_nA, own in _rows(pools_ANR, places):
+        rows.index_put_((index_nA,), contents_nB[:, own].view(rows.dtype).view(*index_nA.shape, -1))
+
+
+def _rows(pools_ANR: list[Tensor], places: list[int]) -> Iterator[tuple[Tensor, Tensor, slice]]:
+    """Of each pool: its rows [A N, W], of the widest words in which its part of a content is aligned, the numbers of
+    those of ``places`` [n, A], on its device, and its part of a content."""
+    parts, places_n1 = _parts(pools_ANR), torch.tensor(places).unsqueeze(1)
+    for pool_ANR, part in zip(pools_ANR, parts, strict=True):
+        A, N, R = pool_ANR.shape
+        sizes = R * pool_ANR.itemsize, part.start, parts[-1].stop
+        word = next(word for word in WORDS if not any(size % word.itemsize for size in sizes))
+        index_nA = (places_n1 + torch.arange(A) * N).pin_memory().to(pool_ANR.device, non_blocking=True)
+        yield pool_ANR.view(word).flatten(0, 1), index_nA, part

@@ -9,7 +9,6 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-import msgspec
 import numpy as np
 import torch
 
@@ -23,15 +22,13 @@ from octavo.steps.messages import (
     LoadAdapter,
     LoadWeights,
     Message,
-    ReadBlock,
     ReadChecksums,
-    ReadState,
+    ReadPlaces,
     Reply,
     Step,
     StepResult,
     UnloadAdapter,
-    WriteBlock,
-    WriteState,
+    WritePlaces,
 )
 
 STEPS_AHEAD = 2
@@ -88,26 +85,30 @@ class RankExecutor:
                 return StepReply(self._executor.send(message), self._compare)
             case EncodeImages():
                 return self._encode_images(message)
-            case ReadBlock() | ReadState():
-                return Done(self._gathered(self._executor.send(message).wait()))
+            case ReadPlaces(pool, places) if pool != "routes":  # which all ranks have
+                return Done(self._gathered(self._executor.send(message).wait(), len(places)))
             case ReadChecksums():  # of more tensors on the rank that adds a bias
                 content = self._executor.send(message).wait()
                 longest = int(self._collective.all_gather(torch.tensor([len(content)])).max())
                 return Done(self._gathered(content.ljust(longest, b"\n")))
-            case WriteBlock(_, content) | WriteState(_, content):
-                size = len(content) // self._collective.size
-                first = self._collective.rank * size
-                own = content[first : first + size]
-                return self._executor.send(msgspec.structs.replace(message, content=own))
+            case WritePlaces(pool, places, contents):
+                return self._executor.send(WritePlaces(pool, places, [self._own(content) for content in contents]))
             case LoadAdapter():
                 return self._load_adapter(message)
             case LoadWeights():
                 return self._load_weights(message)
         return self._executor.send(message)
 
-    def _gathered(self, content: bytes) -> bytes:
-        """The contents of all ranks, of equal sizes."""
-        return self._collective.all_gather(torch.frombuffer(bytearray(content), dtype=torch.uint8)).numpy().tobytes()
+    def _gathered(self, content: bytes, count: int = 1) -> bytes:
+        """The contents of all ranks, of equal sizes: ``count`` in each, of which each is behind that of the rank
+        before."""
+        parts = self._collective.all_gather(torch.frombuffer(bytearray(content), dtype=torch.uint8)).numpy()
+        return parts.reshape(self._collective.size, count, -1).swapaxes(0, 1).tobytes()
+
+    def _own(self, content: bytes) -> bytes:
+        """This rank's part of a content."""
+        size = len(content) // self._collective.size
+        return content[self._collective.rank * size :][:size]
 
     def _compare(self, result: StepResult) -> None:
         """Compare the results up to an earlier step with those of the other ranks. Raises ``RanksLost``.
