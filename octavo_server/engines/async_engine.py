@@ -9,10 +9,11 @@ event loop.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import sys
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import AsyncIterator, Collection, Mapping
 from pathlib import Path
 
 from octavo.config import ServeConfig
@@ -40,7 +41,7 @@ from octavo_server.engines.engine_client import FIRST_WEIGHTS, KVEventSink, Outp
 from octavo_server.engines.engine_link import EngineLink
 from octavo_server.engines.engine_stats import TotalStats
 from octavo_server.engines.live_request import LiveRequest, adapters_of
-from octavo_server.engines.lora_adapters import AdapterTable, adapter_name, alias_of
+from octavo_server.engines.lora_adapters import AdapterTable, adapter_name
 from octavo_server.engines.request_table import RequestJournal, had_grammars
 from octavo_server.engines.supervisor import Supervisor, engine_settings
 from octavo_server.observe.step_log import StepLog
@@ -122,7 +123,7 @@ class AsyncEngine(RequestJournal):
         self._next_version: str | None = None
         """That of the weights which the next engine process has, if it is another one."""
         self._changing_weights, self._changing_sleep, self._changing_adapters = (asyncio.Lock() for _ in range(3))
-        self._is_draining = False
+        self._is_draining, self._num_sleeps = False, 0
         self._total_stats = TotalStats()
         self._cache_view: CacheView | None = None
 
@@ -174,6 +175,7 @@ class AsyncEngine(RequestJournal):
                 self._isolation.hold_all(self._live.values())
                 self.sleep_level, self.is_waking, self.failure = level, False, None
                 self.asleep = frozenset(MEMORY_PARTS)
+                self._num_sleeps += 1
                 logger.info("%s sleeps", self.metrics.model_name)
             finally:
                 self._holds_new = False
@@ -193,12 +195,12 @@ class AsyncEngine(RequestJournal):
             self._forget(live)
 
     async def wake_up(self, parts: Collection[MemoryPart] = MEMORY_PARTS) -> None:
-        """Wait until an engine process is ready, starting one if the engine sleeps. Raises ``Unavailable``.
+        """Wait until an engine process is ready, or sleeps again; starts one if it sleeps. Raises ``Unavailable``.
 
         Until all ``parts`` were named it still sleeps; a process that was kept has no memory for the others.
         """
         async with self._changing_sleep:
-            left = self.asleep - {*parts}
+            left, num_sleeps = self.asleep - {*parts}, self._num_sleeps
             if self.sleep_level and not left:
                 self.on_wanted()
             elif left and left != self.asleep:
@@ -206,7 +208,7 @@ class AsyncEngine(RequestJournal):
                     self.start_waking(left & self.asleep)  # a request that came meanwhile wakes all
                 elif self.asleep:  # no request has come meanwhile, for which all wakes
                     self.asleep, self._has_engine = left, True
-        while self.sleep_level and (self.is_waking or not left):
+        while self.sleep_level and (self.is_waking or not left) and num_sleeps == self._num_sleeps:
             if self.failure is not None or self._is_draining:
                 raise Unavailable("The engine does not start now.", retry_after=5)
             await asyncio.sleep(DRAIN_POLL_SECONDS)
@@ -271,25 +273,34 @@ class AsyncEngine(RequestJournal):
     async def order_weights(self, order: JoinGroup | ReceiveTensors | DropTensors) -> None:
         """Have the engine process receive weights, and wait until it has. Raises ``InvalidParameter``."""
         async with self._changing_weights:
-            link = await self._link_with_weights()
-            self.has_received = isinstance(order, ReceiveTensors)
-            error, is_busy = await link.order_weights(order)
+            async with self._awake_weights() as link:
+                self.has_received = isinstance(order, ReceiveTensors)
+                error, is_busy = await link.order_weights(order)
             while is_busy and not error:
                 await asyncio.sleep(DRAIN_POLL_SECONDS)
                 error, is_busy = await link.order_weights(AskReceiver())
             if error:
                 raise InvalidParameter("update_info", error)
 
-    async def _link_with_weights(self) -> EngineLink:
-        """The engine process; wakes it unless its weights are awake, as a trainer may have the memory of the rest."""
-        if not self._has_weights:
-            await self.wake_up()
-        return self._ready_link()
+    @contextlib.asynccontextmanager
+    async def _awake_weights(self) -> AsyncIterator[EngineLink]:
+        """The engine process, which does not fall asleep in this block. Raises ``Unavailable`` while it restarts.
+
+        It wakes unless its weights are awake, as a trainer may have the memory of the rest.
+        """
+        while True:
+            if not self._has_weights:
+                await self.wake_up()
+            async with self._changing_sleep:
+                if self._has_weights:
+                    if (link := self._up) is None:
+                        raise Unavailable("The engine is restarting.", retry_after=5)
+                    yield link
+                    return
 
     async def weight_checksums(self) -> dict[str, str]:
         """SHA-256 of the weights in memory, by rank and place in the model. Raises ``InvalidParameter``."""
-        async with self._changing_weights:
-            link = await self._link_with_weights()
+        async with self._changing_weights, self._awake_weights() as link:
             error, _ = await link.order_weights(ChecksumWeights())
             if error:
                 raise InvalidParameter("action", f"There are no checksums: {error}.")
@@ -465,12 +476,8 @@ class AsyncEngine(RequestJournal):
         async with self._changing_adapters:
             if name in self.adapters.paths and not replaces:
                 raise InvalidParameter("lora_name", f"An adapter called '{name}' is loaded already.")
-            link = await self._link_with_weights()
-            order = wire.LoadAdapter(link.generation, alias or alias_of(name, content), path)
-            await self._unload_unused(link, but=order.name)
-            if not self.adapters.has_loaded(order.name) and (error := await link.change_adapter(order)):
-                raise InvalidParameter("lora_path", error)
-            self.adapters.add(name, path, content, order.name)
+            async with self._awake_weights() as link:
+                await self.adapters.load(link, name, path, content, alias, self._used_adapters)
 
     async def unload_adapter(self, name: str) -> None:
         """Reject new requests for an adapter, wait for its live ones, then unload it."""
@@ -479,29 +486,20 @@ class AsyncEngine(RequestJournal):
             await asyncio.sleep(DRAIN_POLL_SECONDS)
         async with self._changing_adapters:
             if self.adapters.retired and self._supervisor.link is not None:
-                await self._unload_unused(await self._link_with_weights())
-
-    async def _unload_unused(self, link: EngineLink, but: str = "") -> None:
-        """Unload the adapters that were replaced or unloaded, and whose last request has ended."""
-        for alias in self.adapters.take_unused({but, *(live.request.adapter for live in self._live.values())}):
-            await link.change_adapter(wire.UnloadAdapter(link.generation, alias))
+                async with self._awake_weights() as link:
+                    await self.adapters.unload_unused(link, self._used_adapters)
 
     async def prepare(self, link: EngineLink) -> None:
         """Load the previous process's adapters into a restarted engine process; drop those that fail to load."""
         if self._info is None:
             return  # the first process loads the configured adapters while it builds the engine
-        self.adapters.take_unused({live.request.adapter for live in self._live.values()})
+        self.adapters.take_unused(self._used_adapters)
         await self.adapters.load_all_again(link)
         for live in list(self._live.values()):
             try:
                 self.adapters.check_loaded(live.request.adapter)
             except RequestError as error:
                 self._fail(live, error)
-
-    def _ready_link(self) -> EngineLink:
-        if (link := self._up) is None:
-            raise Unavailable("The engine is restarting.", retry_after=5)
-        return link
 
     def _submit(self, live: LiveRequest) -> None:
         link = self._supervisor.link

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Container
+from collections.abc import Collection, Container
 from dataclasses import dataclass
 
 from octavo.config import ModelSettings, parse_lora_modules
-from octavo.errors import ConfigError, ModelNotFound, OctavoError
+from octavo.errors import ConfigError, InvalidParameter, ModelNotFound, OctavoError
 from octavo.weights.adapter_files import digest
 from octavo_server.engines import wire
 from octavo_server.engines.engine_link import EngineLink
@@ -68,6 +68,25 @@ class AdapterTable:
     def alias(self, name: str) -> str:
         """What a request for ``name`` names in the engine; "": the base model."""
         return self.known[name].alias if name in self.paths else ""
+
+    async def load(
+        self, link: EngineLink, name: str, path: str, content: str, alias: str, used: Collection[str]
+    ) -> None:
+        """Unload those that are not ``used``, have the engine load this one if it has not, and serve it as for ``add``.
+
+        Raises ``InvalidParameter``.
+        """
+        alias = alias or alias_of(name, content)
+        await self.unload_unused(link, {alias, *used})
+        order = wire.LoadAdapter(link.generation, alias, path)
+        if not self.has_loaded(alias) and (error := await link.change_adapter(order)):
+            raise InvalidParameter("lora_path", error)
+        self.add(name, path, content, alias)
+
+    async def unload_unused(self, link: EngineLink, used: Container[str]) -> None:
+        """Unload the adapters that were replaced or unloaded, and that no request uses."""
+        for alias in self.take_unused(used):
+            await link.change_adapter(wire.UnloadAdapter(link.generation, alias))
 
     def take_unused(self, used: Container[str]) -> list[str]:
         """Forget the retired adapters that no request uses; return their aliases."""

@@ -54,6 +54,11 @@ class RequestJournal:
         """Requests accepted and not yet ended."""
         return len(self._live)
 
+    @property
+    def _used_adapters(self) -> set[str]:
+        """What live requests name in the engine."""
+        return {live.request.adapter for live in self._live.values()}
+
     def progress(self) -> Iterator[LiveProgress]:
         """How far each live request is, oldest first."""
         for live in self._live.values():

@@ -104,6 +104,7 @@ class Knobs(msgspec.Struct, forbid_unknown_fields=True):
     slow_step: int = -1
     """A step takes ``slow_seconds`` when it first sees a prompt that begins with this."""
     slow_seconds: float = 0.0
+    takes_adapters: bool = False
     sleeps: bool = False
     """A sleeping engine keeps its process."""
     sleep_error: str = ""
@@ -132,6 +133,29 @@ def logprobs_of(token: int, num_top: int) -> TokenLogprobs:
     return TokenLogprobs(token, -50.0, 3, ids, [-1.0 - i for i in range(num_top)])
 
 
+class FakeAdapters:
+    """Adapters without weights, which cannot be changed while the engine sleeps."""
+
+    def __init__(self) -> None:
+        self.is_asleep = False
+        self._names = set[str]()
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._names
+
+    def load(self, name: str, path: str) -> None:
+        self._check(name not in self)
+        self._names.add(name)
+
+    def unload(self, name: str) -> None:
+        self._check(name in self)
+        self._names.remove(name)
+
+    def _check(self, is_known: bool) -> None:
+        if self.is_asleep or not is_known:
+            raise errors.CheckpointError("the weights sleep" if self.is_asleep else "it is loaded, or not, already")
+
+
 class FakeEngine(InstantEngine):
     """``InstantEngine`` with tokens that are known beforehand, and with what goes wrong.
 
@@ -145,6 +169,9 @@ class FakeEngine(InstantEngine):
         )
         super().__init__(tokens, self.knobs.max_num_seqs)
         self.num_blocks = num_blocks
+        self.fake_adapters = FakeAdapters()
+        if self.knobs.takes_adapters:
+            self.adapters = self.fake_adapters
         self.slowed: set[int] = set()
         self.num_received = 0
 
@@ -236,10 +263,12 @@ class FakeEngine(InstantEngine):
         assert not self.requests
         if self.knobs.sleep_error:
             raise errors.RunnerError(self.knobs.sleep_error)
+        self.fake_adapters.is_asleep = True
 
     def wake(self, parts: Collection[MemoryPart]) -> None:
         if self.knobs.wake_error:
             raise MemoryError(self.knobs.wake_error)
+        self.fake_adapters.is_asleep &= "weights" not in parts
 
     def close(self) -> None:
         if self.knobs.writes:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any, cast
 
@@ -62,12 +64,13 @@ def test_an_adapter_that_one_engine_cannot_replace_keeps_the_name_by_which_reque
     link = StubLink("a")
     links = [link] * (2 if goes_back else 1)
 
-    def ready_link() -> EngineLink:
+    @contextlib.asynccontextmanager
+    async def awake_weights() -> AsyncIterator[EngineLink]:
         if not links:
             raise Unavailable("It is gone, too.")
-        return cast(EngineLink, links.pop())
+        yield cast(EngineLink, links.pop())
 
-    monkeypatch.setattr(second, "_ready_link", ready_link)
+    monkeypatch.setattr(second, "_awake_weights", awake_weights)
     error, message = (Unavailable, "restarting.$") if goes_back else (RequestFailed, "restarting. The engines now have")
     with pytest.raises(error, match=message):  # the first has not started
         asyncio.run(every.load_adapter("a", "new", "1" * 64, replaces=True))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -12,6 +13,7 @@ import pytest
 from octavo.errors import InvalidParameter, RequestError, Unavailable
 from octavo.sampling_params import SamplingParams
 from octavo.types import MEMORY_PARTS, MemoryPart, Request
+from octavo.weights.adapter_files import digest
 from octavo_server.engines.async_engine import AsyncEngine
 from tests.server.child_engine import SLOW, Recorder, assert_right, finish, kill, running, send, until
 from tests.server.in_process import InProcessEngine
@@ -272,6 +274,61 @@ def test_adapters_take_no_memory_of_the_cache() -> None:
             await engine.unload_adapter("one")
             assert not engine.adapters.retired
             assert (engine.sleep_level, engine.asleep) == (1, {"kv_cache"})
+
+    asyncio.run(main())
+
+
+def test_an_adapter_is_unloaded_when_an_engine_that_falls_asleep_has_woken() -> None:
+    async def main() -> None:
+        async with running(sleeps=True, takes_adapters=True) as engine:
+            pid = engine.pid
+            await engine.load_adapter("one", "/one", "1")
+            falling_asleep = asyncio.create_task(engine.sleep())
+            while engine._supervisor._tasks:  # until it was told to
+                await asyncio.sleep(0)
+            unloading = asyncio.create_task(engine.unload_adapter("one"))
+            await falling_asleep
+            await unloading
+            assert (engine.pid, engine.sleep_level, engine.num_restarts) == (pid, 0, 0)
+            await engine.load_adapter("one", "/one", "1")
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("level", [1, 2])
+@pytest.mark.parametrize("is_asleep", [False, True])
+def test_adapters_are_changed_before_a_sleep_that_is_asked_for_meanwhile_or_after_it(
+    tmp_path: Path, level: int, is_asleep: bool
+) -> None:
+    for name in ("first", "second"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "adapter_config.json").write_text(name)
+        (tmp_path / name / "adapter_model.safetensors").touch()
+
+    async def main() -> None:
+        async with running(sleeps=True, takes_adapters=True) as engine:
+
+            async def load(name: str, folder: str = "first") -> None:
+                path = str(tmp_path / folder)
+                await engine.load_adapter(name, path, digest(path), replaces=True)
+
+            pid = engine.pid
+            for name in ("one", "two", "three"):
+                await load(name)
+            if is_asleep:
+                await engine.sleep(level)
+            changes = [*map(engine.unload_adapter, ("one", "two")), load("four"), load("three", "second")]
+            tasks = [asyncio.create_task(change) for change in changes]
+            for _ in range(5):
+                await asyncio.sleep(0.002)
+                tasks.append(asyncio.create_task(engine.sleep(level)))
+            async with asyncio.timeout(30):
+                await asyncio.gather(*tasks)
+                await engine.wake_up()
+                await load("one")
+            assert sorted(engine.adapters.paths) == ["four", "one", "three"]
+            assert engine.num_restarts == 0
+            assert level == 2 or engine.pid == pid
 
     asyncio.run(main())
 
