@@ -177,7 +177,7 @@ MUTANTS = [
     Mutant("telemetry/explain.py", "min(a.last, b.last) - max(a.first, b.first)", "min(a.last, b.last) - a.first"),
     # Slower tiers.
     Mutant("cache/offload.py", '"" if start else salt', '""'),
-    Mutant("cache/offload.py", "            if index < num_cached:\n                continue\n", ""),
+    Mutant("cache/offload.py", "seq.salt), num_cached, None)", "seq.salt), 0, None)"),
     Mutant("cache/offload.py", "self.host.get(key) if pending is None else pending()", "self.host.get(key)"),
     Mutant("cache/offload.py", "self.disk.put(key, content)", "pass"),
     Mutant("cache/offload_tiers.py", "stored[:CHECKSUM_BYTES] == checksum(key, content)", "len(content) > 0"),
