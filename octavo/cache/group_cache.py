@@ -275,12 +275,14 @@ class GroupCache:
         for block in self.tree.cut(live(end), user):
             self.pool.free(block)
             self.num_evicted += 1
+        self.tree.on_evicted()
 
     def evict(self, num_blocks: int) -> None:
         """Evict ``num_blocks`` idle blocks, in the order of the eviction policy; none if negative."""
         for _ in range(num_blocks):
             self.pool.free(self.tree.evict())
             self.num_evicted += 1
+        self.tree.on_evicted()
 
     def _hold(self, block: int) -> None:
         if self.pool.refs[block] == 0:

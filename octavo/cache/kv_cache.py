@@ -220,7 +220,7 @@ class KVCache:
             raise ConfigError("kv_offload_memory: the model caches different positions in different layers")
         self.offload = offload
         tree = self.groups[0].tree
-        tree.on_insert, tree.on_evict = offload.note, self._save
+        tree.on_insert, tree.on_evict, tree.on_evicted = offload.note, self._save, offload.reads.send
         if self.states is not None:
             self.states.offload = offload
             offload.blocks_per_state = self.states.interval // self.block_size

@@ -87,15 +87,17 @@ class Node:
             node = node.parent
         return node
 
+    def nodes(self) -> list[Node]:
+        """The path from the root, which is left out, to here."""
+        nodes, node = [], self
+        while node.parent is not None:
+            nodes.append(node)
+            node = node.parent
+        return nodes[::-1]
+
     def path(self) -> list[int]:
         """The blocks from the root to here."""
-        blocks = []
-        node = self
-        while node.parent is not None:
-            blocks.append(node.block)
-            node = node.parent
-        blocks.reverse()
-        return blocks
+        return [node.block for node in self.nodes()]
 
 
 class Place:

@@ -30,7 +30,6 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -122,11 +121,11 @@ class BlockReads:
 
     def send(self) -> None:
         """To be called when no more are added, also where that failed."""
-        blocks, waiting = self._blocks, self._waiting
-        self._blocks, self._waiting = [], Future()
+        if not (blocks := self._blocks):
+            return
+        waiting, self._blocks, self._waiting = self._waiting, [], Future()
         try:
-            if blocks:
-                waiting.set_result(self._store.read(blocks))
+            waiting.set_result(self._store.read(blocks))
         finally:
             waiting.cancel()  # where it cannot be read, nobody waits for it
 
@@ -182,7 +181,7 @@ class Offload:
         disk: DiskTier | None = None,
         keeps_evicted: bool = True,
     ) -> None:
-        self.store = store
+        self.store, self.reads = store, BlockReads(store)
         self.block_size = block_size
         self.host = host
         self.disk = disk
@@ -231,11 +230,11 @@ class Offload:
             self._unsaved[node, is_state] = None
 
     def save(self, node: Node) -> None:
-        """Save the content of ``node``'s block, which is being evicted."""
+        """Save the content of ``node``'s block, which is being evicted, as soon as ``reads`` are sent."""
         self._unsaved.pop((node, False), None)
         self._unsaved.pop((node, True), None)  # of a snapshot that another took the place of
         if self.store.num_bytes:
-            self._save(self._key_of(node), lambda: self.store.read([node.block]))
+            self._save(self._key_of(node), self._reader(node, False))
 
     def save_state(self, node: Node, slot: int) -> None:
         """Save the snapshot behind ``node``, which is being evicted from a slot."""
@@ -297,12 +296,13 @@ class Offload:
             key = _state_key(self._key_of(node)) if is_state else self._key_of(node)
             if self.disk is not None and key not in self._pending and key not in self.disk:
                 self._start(key, self._reader(node, is_state), is_state, self.disk.put)
+        self.reads.send()
         return bool(self._unsaved)
 
     def _reader(self, node: Node, is_state: bool) -> Callable[[], Callable[[], Content]]:
         if is_state:
             return lambda: self.store.read_state(node.snapshot.slot)
-        return lambda: self.store.read([node.block])
+        return lambda: self.reads.add(node.block)
 
     def save_all(self) -> None:
         """Write cached blocks to disk, as many as ``CLOSING_SECONDS`` allow, and what is pending."""
@@ -349,12 +349,9 @@ class Offload:
         if self.disk is None:
             return
         self._key_of(end)
-        keys = []
-        while end.parent is not None:
-            keys.append(end.key)
-            end = end.parent
+        keys = [node.key for node in end.nodes()]
         digest = hashlib.sha256(owner.encode()).digest()
-        self._sessions.submit(self.disk.put_path, digest, self._session_key(owner, name, slot), keys[::-1])
+        self._sessions.submit(self.disk.put_path, digest, self._session_key(owner, name, slot), keys)
 
     def prefetch_session(self, owner: str, name: str, counts: list[tuple[int, int]]) -> bool:
         """As ``prefetch``, of the path in each slot, of which the prefix cache has ``counts`` blocks, and blocks with a
@@ -451,15 +448,9 @@ class Offload:
         one; returns where. ``None`` if this server is none that does so."""
         if self.held is None:
             return None
-        path = [end]
-        while path[-1].parent is not None:
-            path.append(path[-1].parent)
-        nodes = path[-2::-1]
-        if not self.store.num_bytes:
-            nodes.clear()
-        size, reads = self.store.num_bytes, BlockReads(self.store)
-        here = [node for node in nodes if node.block >= 0]
-        blocks = [BlockToHold(self._key_of(node), size, partial(reads.add, node.block)) for node in here]
+        size = self.store.num_bytes
+        nodes = [node for node in end.nodes() if size and node.block >= 0]
+        blocks = [BlockToHold(self._key_of(node), size, self._reader(node, False)) for node in nodes]
         if end.snapshot is not None:
             blocks.append(BlockToHold(_state_key(self._key_of(end)), self.store.state_bytes, self._reader(end, True)))
         held, server = self.held
@@ -467,7 +458,7 @@ class Offload:
         try:
             held.hold(ticket, blocks)
         finally:
-            reads.send()
+            self.reads.send()
         return KVTransfer(server.address, ticket, end.depth)
 
     def _has(self, key: bytes) -> bool:

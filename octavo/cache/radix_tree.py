@@ -60,6 +60,8 @@ class RadixTree:
         self.events = events
         self.on_insert: Callable[[Node], None] | None = None
         self.on_evict: Callable[[Node], None] | None = None
+        self.on_evicted: Callable[[], None] = lambda: None
+        """Called behind one or several calls of ``on_evict``, before anything is written to these blocks."""
         """Called with each evicted node, while its block still has its content."""
 
     def edge(self, tokens: Tokens, index: int, salt: str) -> Edge:

@@ -136,6 +136,17 @@ def wait_until(condition: Callable[[], bool]) -> None:
 
 
 @pytest.mark.slow
+def test_blocks_that_are_evicted_together_are_read_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    made, batches = Conversations(num_blocks=30, host_blocks=1000), list[list[int]]()
+    assert made.offload is not None
+    read = made.offload.store.read
+    monkeypatch.setattr(made.offload.store, "read", lambda blocks: (batches.append(blocks), read(blocks))[1])
+    assert made.talk(num_conversations=6, num_turns=3) > 0.5
+    assert sum(map(len, batches)) == made.offload.stats.num_saved
+    assert max(map(len, batches)) > 5
+    assert all(len(set(blocks)) == len(blocks) for blocks in batches)
+
+
 def test_tiers_keep_the_hit_rate_of_a_cache_four_times_as_large(tmp_path: Path) -> None:
     """20 conversations of up to 79 tokens are 400 blocks; the pool has 100."""
     roomy = Conversations(1000, None).talk(20, 5)
