@@ -30,8 +30,9 @@ from octavo_kernels.triton.linear.linear import linear_triton
 from octavo_kernels.triton.linear.skinny_gemm import skinny_gemm
 from octavo_kernels.triton.norms import rms_norm_triton
 
-FEW_ROWS = 8
-"""So many rows may each read the weight, which is in the second-level cache after the first."""
+FEW_ROWS, MOST_READ = 32, 11 << 20
+"""So many rows may each read the weight, and so many bytes of it together, which are in the second-level cache after
+the first. On an H200, 128 experts of a model of 2,048 take 5.0 us in place of 6.6 for 12 rows, and as long for 24."""
 ROWS, BLOCK_D, WARPS = 2, 2048, 4
 """Experts and columns at a time of a program that computes logits."""
 PAIRS = 256
@@ -256,7 +257,8 @@ def route_triton(
         return (x_TD if norm_D is None else torch.empty_like(x_TD)), ids_TS, shares_TS
     vectors, results = (routing.bias_X, routing.correction_X), (ids_TS, shares_TS, routing.scale)
     rule = (X, S, routing.scoring, routing.normalises, *routing.groups, SMALLEST_SUM, routing.corrects_logits)
-    if norm_D is None or T > FEW_ROWS or is_invariant() or given_TS is not None:
+    are_few = T <= FEW_ROWS and T * weight_XD.nbytes <= MOST_READ
+    if norm_D is None or not are_few or is_invariant() or given_TS is not None:
         normed_TD = x_TD if norm_D is None else rms_norm_triton(x_TD, norm_D, eps)
         logits_TX = _logits(normed_TD, weight_XD)
         given = None if given_TS is None else given_TS.contiguous()
