@@ -20,10 +20,17 @@ pytestmark = [
     pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning"),
 ]
 
-SETTINGS: dict[str, Any] = {"device": "cuda", "max_num_seqs": 64, "kv_cache_memory": 0.05}
+SETTINGS: dict[str, Any] = {
+    "device": "cuda",
+    "dtype": "float32",
+    "max_num_seqs": 32,
+    "max_num_batched_tokens": 256,
+    "kv_cache_memory": 0.05,
+}
 PARAMS = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 MOST_SECONDS = 10.0
 """A close waits for a kernel or a graph, not for all."""
+SECONDS_OF_WAITS = 20.0
 
 
 def is_preparing() -> bool:
@@ -62,8 +69,8 @@ def test_an_engine_waits_for_the_device_while_another_captures_graphs(checkpoint
         expected = tokens_of(llm)
         with LLM(str(checkpoint), **SETTINGS) as other:
             assert tokens_of(other) == expected
-            num_waits = 0
-            while is_preparing():
+            num_waits, end = 0, time.monotonic() + SECONDS_OF_WAITS
+            while is_preparing() and time.monotonic() < end:
                 wait_for_device()
                 num_waits += 1
                 time.sleep(0.001)
