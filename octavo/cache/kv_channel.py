@@ -34,7 +34,7 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import TypeVar
 
 import msgspec
@@ -273,6 +273,7 @@ class Fetcher:
         self._key, self._seconds = settings.kv_transfer_key or "", settings.kv_transfer_timeout
         self._tls = client_tls(settings.kv_transfer_ssl_ca_certs, CAS)
         self._idle: defaultdict[str, list[Channel]] = defaultdict(list)
+        self._is_closed = False
         self._failed: dict[str, tuple[float, str]] = {}
         """When a server failed last, and why."""
         self._shares: dict[str, bool] = {}
@@ -324,13 +325,16 @@ class Fetcher:
             raise
         self._failed.pop(address, None)
         with self._lock:
-            self._idle[address].append(channel)
+            if not self._is_closed:
+                self._idle[address].append(channel)
+                return
+        channel.close()
 
     def _note(self, address: str, is_shared: bool) -> None:
         """Log by which way the blocks of a server come, once."""
         if self._shares.get(address) != is_shared:
             self._shares[address] = is_shared
-            way = "its shared memory" if is_shared else "the connection, as its memory is not of this machine"
+            way = "its shared memory" if is_shared else "the connection, as its memory cannot be opened from here"
             logger.info("KV blocks of %s come through %s", address, way)
 
     def _receive(self, channel: Channel, count: int, most_bytes: int, arena: int | None) -> Iterator[Content]:
@@ -370,18 +374,20 @@ class Fetcher:
                 copies.append(self._copiers.submit(copy, start))
             for done in copies:
                 done.result()
-        except (OSError, RuntimeError, CancelledError) as error:
+        except (OSError, RuntimeError) as error:  # the latter after ``close``
             raise ChannelError(f"its memory cannot be read: {error}") from None
         finally:
             wait(copies)  # of the others, too: the file is closed afterwards
 
     def close(self) -> None:
         """Fetch nothing more, and close what is idle."""
-        for threads in (self._threads, self._copiers):
-            threads.shutdown(wait=False, cancel_futures=True)
-        for channels in self._idle.values():
-            for channel in channels:
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        self._copiers.shutdown(wait=False)  # what they were given ends soon, and ``wait`` would never end for the rest
+        with self._lock:
+            self._is_closed = True
+            for channel in itertools.chain(*self._idle.values()):
                 channel.close()
+            self._idle.clear()
 
     def _take(self, address: str) -> Channel | None:
         """An idle connection that is still open."""

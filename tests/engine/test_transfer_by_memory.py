@@ -8,9 +8,10 @@ import random
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -268,15 +269,45 @@ def test_a_server_that_stops_answering_gives_nothing(pair: Pair, monkeypatch: py
     pair.wait_until_free()
 
 
+def num_open_arenas() -> int:
+    return [os.path.realpath(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd")].count(shared_arena.SHOWN)
+
+
 def test_what_is_fetched_no_further_is_let_go(pair: Pair) -> None:
-    before = set(os.listdir("/proc/self/fd"))
+    before = num_open_arenas()
     transfer = pair.hold(range(10))
     contents = pair.fetch(transfer, range(10))
     assert bytes(next(contents)[1]) == content_of(0)
+    assert num_open_arenas() == before + 1
     contents.close()  # type: ignore[attr-defined]
+    assert num_open_arenas() == before
     pair.held.release(transfer.ticket)
     pair.wait_until_free()
-    assert len(set(os.listdir("/proc/self/fd")) - before) <= 2  # of the connection's ends, until it is found closed
+
+
+def test_a_client_that_is_closed_ends_what_it_fetches(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also while most copies of a batch wait for the thread of the first, and of the connection nothing is kept."""
+    monkeypatch.setattr(kv_channel, "LEAST_SHARE_BYTES", SIZE)
+    monkeypatch.setattr(kv_channel, "BATCH_BYTES", 12 * SIZE)
+    pair.fetcher._copiers = ThreadPoolExecutor(1)
+    transfer, found = pair.hold(range(12)), list[Any]()
+
+    def close() -> None:
+        while pair.fetcher._copiers._work_queue.qsize() < kv_channel.NUM_COPIERS - 1:
+            time.sleep(0.001)
+        pair.fetcher.close()
+
+    stop_once(monkeypatch, close)
+
+    def fetch() -> None:
+        found.extend(pair.fetch(transfer, range(12)))
+
+    thread = threading.Thread(target=fetch, daemon=True)
+    thread.start()
+    thread.join(10)
+    assert not thread.is_alive(), "it waits for a copy that was cancelled"
+    assert [key for key, _ in found] == [key_of(number) for number in range(12)]
+    assert not any(pair.fetcher._idle.values())
 
 
 def test_memory_comes_back_when_the_time_of_a_prompt_is_over() -> None:
