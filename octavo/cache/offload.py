@@ -30,7 +30,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, cast
 
 import numpy as np
 
@@ -572,9 +572,9 @@ class Offload:
 
     def _chain(self, parent: bytes, tokens: tuple[int | str | None, ...], salt: str) -> bytes:
         """SHA-256 over the parent's key, the tokens and the salt: collision-resistant, even against crafted prompts."""
-        encoded = salt.encode()
-        images = [token for token in dict.fromkeys(tokens) if isinstance(token, int) and token < 0]
-        packed = struct.pack(f"<q{len(tokens)}q", len(encoded), *(map(folded, tokens) if images else tokens))
+        encoded, known = salt.encode(), cast(tuple[int, ...], tokens)
+        images = [token for token in dict.fromkeys(known) if token < 0] if min(known) < 0 else []
+        packed = struct.pack(f"<q{len(known)}q", len(encoded), *(map(folded, known) if images else known))
         packed += b"".join(map(as_digest, images))
         return hashlib.sha256(parent + packed + encoded).digest()
 
