@@ -15,7 +15,15 @@ from octavo.models.layer_cache import LayerCacheSpec, kv_groups
 from octavo.models.model_config import ModelConfig
 from octavo.models.registry import read_config
 from octavo.runtime.executors import block_copies
-from octavo.runtime.executors.block_copies import BlockContent, DeviceBlockCopies, joined, pinned_memory, pinned_place
+from octavo.runtime.executors.block_copies import (
+    BlockContent,
+    DeviceBlockCopies,
+    _gathered,
+    _scatter,
+    joined,
+    pinned_memory,
+    pinned_place,
+)
 from octavo.runtime.kv_storage import KVStorage
 from octavo_fleet.sim.shapes import SHAPES
 from tests.models.families import VOCAB_SIZE, make_checkpoint
@@ -151,6 +159,15 @@ def test_contents_in_pinned_memory_are_not_staged() -> None:
     assert pinned_place(again) is not None
     made.write([1, 3], [bytes(made.num_bytes), again[: made.num_bytes]])
     assert [len(staged) for staged, _ in made.copies._staged] == [made.num_bytes]
+
+
+def test_places_beyond_two_gigabytes_are_found() -> None:
+    pool = torch.empty(2, 40_000, 32_768, dtype=torch.bfloat16, device="cuda")
+    places, size = [39_999, 0, 35_000], 32_768 * 2
+    contents = torch.randint(0, 256, (3 * 2 * size,), dtype=torch.uint8, device="cuda")
+    _scatter([pool], places, contents)
+    assert torch.equal(_gathered([pool], places), contents)
+    assert torch.equal(pool[1, 39_999].view(torch.uint8), contents[size : 2 * size])
 
 
 def test_pinned_memory_is_given_back_when_no_content_is_left_in_it() -> None:
