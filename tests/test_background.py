@@ -115,3 +115,22 @@ def test_a_thread_that_ends_its_own_group_does_not_wait_for_itself() -> None:
     thread = group.start("own", group.end)
     thread.join(10)
     assert not thread.is_alive()
+
+
+def test_a_group_may_end_while_a_thread_of_it_is_being_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    group, pieces, is_starting = ThreadGroup(), Pieces(), threading.Event()
+
+    class Slow(threading.Thread):
+        def start(self) -> None:
+            if self.name == "inner":
+                is_starting.set()
+                time.sleep(0.1)
+            super().start()
+
+    monkeypatch.setattr(threading, "Thread", Slow)
+    other = threading.Thread(target=group.start, args=("inner", pieces.work))
+    other.start()
+    assert is_starting.wait(10)
+    group.end()
+    other.join(10)
+    assert not pieces.num_done

@@ -26,6 +26,8 @@ class ThreadGroup:
     def __init__(self) -> None:
         self._ending = threading.Event()
         self._threads: WeakSet[threading.Thread] = WeakSet()
+        """All of them were started."""
+        self._lock = threading.Lock()
         _groups.add(self)
 
     @property
@@ -36,8 +38,9 @@ class ThreadGroup:
     def start(self, name: str, work: Callable[..., None], *args: Any) -> threading.Thread:
         """Start a thread whose work calls ``stop_if_ending`` now and then, or waits for a ``BackgroundPool``."""
         thread = threading.Thread(target=self._work, args=(work, *args), name=name, daemon=True)
-        self._threads.add(thread)
-        thread.start()
+        with self._lock:
+            thread.start()
+            self._threads.add(thread)
         return thread
 
     def run(self, work: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -66,7 +69,9 @@ class ThreadGroup:
     def end(self) -> None:
         """Have the threads end, and wait until they have; one that is in the middle of a kernel or a graph ends it."""
         self.stop()
-        for thread in list(self._threads):
+        with self._lock:
+            threads = list(self._threads)
+        for thread in threads:
             if thread is not threading.current_thread():
                 thread.join(MOST_SECONDS)
 
