@@ -26,7 +26,6 @@ class ThreadGroup:
     def __init__(self) -> None:
         self._ending = threading.Event()
         self._threads: WeakSet[threading.Thread] = WeakSet()
-        """All of them were started."""
         self._lock = threading.Lock()
         _groups.add(self)
 
@@ -70,10 +69,9 @@ class ThreadGroup:
         """Have the threads end, and wait until they have; one that is in the middle of a kernel or a graph ends it."""
         self.stop()
         with self._lock:
-            threads = list(self._threads)
-        for thread in threads:
-            if thread is not threading.current_thread():
-                thread.join(MOST_SECONDS)
+            others = {*self._threads} - {threading.current_thread()}
+        for thread in others:
+            thread.join(MOST_SECONDS)
 
 
 _groups: WeakSet[ThreadGroup] = WeakSet()

@@ -13,7 +13,6 @@ import bisect
 import contextlib
 import fcntl
 import hmac
-import itertools
 import mmap
 import os
 import threading
@@ -70,7 +69,7 @@ class SharedArena:
         self._size = HEADER_BYTES + capacity
         fd = os.memfd_create(NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         self.close = weakref.finalize(self, os.close, fd)
-        """Let no process open it any more; slots stay until they are given back."""
+        """Let no process open it by ``handle`` any more; slots stay until they are given back."""
         os.ftruncate(fd, self._size)  # takes no memory
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
         os.posix_fallocate(fd, 0, HEADER_BYTES)
@@ -102,14 +101,6 @@ class SharedArena:
             index, start, end = next((i, *free) for i, free in enumerate(self._free) if free[1] - free[0] >= room)
             self._free[index : index + 1] = [(start + room, end)] if start + room < end else []
         return Slot(self._view[start : start + size], start, self._freed)
-
-    def check(self) -> None:
-        """Assert that free ranges are as they should be."""
-        with self._lock:
-            self._collect()
-            ends = [HEADER_BYTES - 1, *itertools.chain(*self._free)]
-            assert all(a < b for a, b in itertools.pairwise(ends)), ends
-            assert ends[-1] <= self._end <= self._size
 
     def _grow(self, room: int) -> bool:
         """Have a free range of so many bytes at the end."""

@@ -25,6 +25,7 @@ from octavo.system import shared_arena
 from octavo.system.channel import Channel, ChannelError
 from octavo.system.shared_arena import ArenaHandle
 from octavo.types import KVTransfer
+from tests.cache.test_shared_arena import check
 from tests.engine.test_transfer import SETTINGS
 from tests.tiers import nightly
 
@@ -66,7 +67,7 @@ class Pair(NamedTuple):
         while self.held.arena.num_bytes or len(self.held):
             assert time.monotonic() < end, "memory is in use that nothing is held in"
             time.sleep(0.001)
-        self.held.arena.check()
+        check(self.held.arena)
 
 
 def make_pair(capacity: int = 64 * SIZE, seconds: float = 60.0, timeout: float = 2.0) -> Pair:
@@ -382,7 +383,7 @@ def test_random_prompts_are_held_fetched_and_let_go(seed: int, monkeypatch: pyte
             numbers, ticket = range(start, start + rng.randrange(1, 20)), pair.server.ticket()
             count = pair.held.hold(ticket, blocks(numbers))
             open_tickets.append((KVTransfer(pair.server.address, ticket), numbers, count))
-        pair.held.arena.check()
+        check(pair.held.arena)
     assert sum(done.result(30) for done in fetches)
     for transfer, *_ in open_tickets:
         pair.held.release(transfer.ticket)
