@@ -43,7 +43,7 @@ class _Held:
 
     __slots__ = ("content", "num_tickets", "size")
 
-    def __init__(self, content: Future[Slot], size: int) -> None:
+    def __init__(self, content: Future[Slot | None], size: int) -> None:
         self.content, self.size = content, size
         self.num_tickets = 0
 
@@ -89,7 +89,7 @@ class HeldBlocks:
                 if held is None:
                     if self.num_bytes + size > self.capacity:
                         break
-                    held = self._held[key] = _Held(self._readers.submit(self._copied, read()), size)
+                    held = self._held[key] = _Held(self._readers.submit(self._copied, read(), size), size)
                     self.num_bytes += size
                 held.num_tickets += 1
                 keys.add(key)
@@ -110,7 +110,7 @@ class HeldBlocks:
             held = self._held[key] if entry is not None and key in entry[1] else None
         try:
             return None if held is None else held.content.result(READ_SECONDS)
-        except (OctavoError, RuntimeError, TimeoutError, CancelledError):  # it cannot be read, or the engine ends
+        except (TimeoutError, CancelledError):  # the device is slow, or the engine ends
             return None
 
     def release(self, ticket: str) -> None:
@@ -144,10 +144,13 @@ class HeldBlocks:
                 del self._held[key]
                 self.num_bytes -= held.size
 
-    def _copied(self, wait: Callable[[], Content]) -> Slot:
-        """A copy of what ``wait`` returns."""
-        content = np.frombuffer(wait(), np.uint8)
-        slot = None if self.arena is None else self.arena.take(len(content))
+    def _copied(self, wait: Callable[[], Content], size: int) -> Slot | None:
+        """A copy of what ``wait`` returns, which has ``size`` bytes; ``None`` if it cannot be read."""
+        slot = None if self.arena is None else self.arena.take(size)  # first, so that slots follow each other
+        try:
+            content = np.frombuffer(wait(), np.uint8)
+        except (OctavoError, RuntimeError):  # kept, it would keep the slot
+            return None
         if slot is None:
             return Slot(content.copy().data)
         np.frombuffer(slot.view, np.uint8)[:] = content  # other threads run meanwhile

@@ -9,15 +9,14 @@ Messages after the login of ``octavo.system.channel``, whose identities say what
                             <------       Fetch(ticket, keys, by_memory)
     Batch(offsets, sizes)   ------>       copies what lies there into its own memory
                             <------       Copied()
-    StillHeld()             ------>       and only now uses it
     or Batch([], sizes) and a frame of each content; and again, as they come from the device, up to the first that is
     gone; then
     Batch([], [])           ------>
                             <------       Release(ticket)
 
 A connection serves one request after another. A server keeps what a batch names until it has heard ``Copied``, or has
-waited in vain and closed the connection: a client that does not hear ``StillHeld`` may have copied what came there
-later.
+waited in vain and closed the connection. So a client uses what it has copied when it hears the next ``Batch``, and not
+before: what lies there may have been something else if it was late.
 """
 
 from __future__ import annotations
@@ -35,7 +34,6 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from typing import TypeVar
 
 import msgspec
 import numpy as np
@@ -113,25 +111,15 @@ class Copied(msgspec.Struct, tag="copied", array_like=True):
     """The client has copied a batch out of the arena."""
 
 
-class StillHeld(msgspec.Struct, tag="still_held", array_like=True):
-    """Until then, the batch was what it should be."""
-
-
 class Release(msgspec.Struct, tag="release", array_like=True):
     ticket: str
 
 
-Message = Ask | Have | Fetch | Batch | Copied | StillHeld | Release
-_decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
-Heard = TypeVar("Heard", bound=msgspec.Struct)
-
-
-def _hear(channel: Channel, kind: type[Heard]) -> Heard:
-    """The next message, which must be one of ``kind``. Raises ``ChannelError``."""
-    message = channel.hear(_decoder, MAX_MESSAGE_BYTES)
-    if not isinstance(message, kind):
-        raise ChannelError(f"a {type(message).__name__} came in place of a {kind.__name__}")
-    return message
+Message = Ask | Fetch | Release
+_asked: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
+_have: msgspec.msgpack.Decoder[Have] = msgspec.msgpack.Decoder(Have)
+_batch: msgspec.msgpack.Decoder[Batch] = msgspec.msgpack.Decoder(Batch)
+_copied: msgspec.msgpack.Decoder[Copied] = msgspec.msgpack.Decoder(Copied)
 
 
 def _credentials(settings: CacheSettings, identity: Mapping[str, str]) -> Credentials:
@@ -205,7 +193,7 @@ class HoldingServer:
                 _credentials(self._settings, self._identity()).admit(channel)
                 while True:
                     channel.wait_for(IDLE_SECONDS)
-                    message = channel.hear(_decoder, MAX_MESSAGE_BYTES)
+                    message = channel.hear(_asked, MAX_MESSAGE_BYTES)
                     channel.wait_for(self._seconds)
                     self._answer(channel, message)
         except (ChannelError, OSError) as error:
@@ -223,8 +211,6 @@ class HoldingServer:
                 self._send(channel, (self._held.content(ticket, key) for key in keys), by_memory)
             case Release(ticket=ticket):
                 self._held.release(ticket)
-            case _:
-                raise ChannelError(f"a {type(message).__name__} came, which answers nothing")
 
     def _send(self, channel: Channel, contents: Iterable[Slot | None], by_memory: bool) -> None:
         """Send contents, up to the first that is gone."""
@@ -232,8 +218,7 @@ class HoldingServer:
             sizes = [len(slot.view) for slot in batch]
             if by_memory and batch[0].offset >= 0:
                 channel.tell(Batch([slot.offset for slot in batch], sizes))
-                _hear(channel, Copied)  # until then, ``batch`` keeps the slots
-                channel.tell(StillHeld())
+                channel.hear(_copied, MAX_MESSAGE_BYTES)  # until then, ``batch`` keeps the slots
             else:
                 channel.tell(Batch([], sizes))
                 for slot in batch:
@@ -254,6 +239,19 @@ def _batches(contents: Iterable[Slot | None]) -> Iterator[list[Slot]]:
         size += len(slot.view)
     if batch:
         yield batch
+
+
+def _runs(batch: Batch, most_bytes: int) -> Iterator[tuple[int, int, int]]:
+    """Contents that follow each other in the arena too, of about ``most_bytes`` together: each call of the system waits
+    for the interpreter's lock. Where they begin there, where in the batch, and how many bytes they have."""
+    offset = place = size = 0
+    for next_offset, next_size in zip(batch.offsets, batch.sizes, strict=True):
+        if size and (next_offset != offset + size or size + next_size > most_bytes):
+            yield offset, place, size
+            place, size = place + size, 0
+        offset = offset if size else next_offset
+        size += next_size
+    yield offset, place, size
 
 
 class Fetcher:
@@ -304,7 +302,7 @@ class Fetcher:
             channel = self._take(address) or self._connect(address)
             channel.wait_for(self._seconds)
             channel.tell(Ask(transfer.ticket, keys))
-            have = _hear(channel, Have)
+            have = channel.hear(_have, MAX_MESSAGE_BYTES)
             if wanted := choose(set(have.keys)):
                 with opened(have.arena) as arena:
                     if have.arena is not None:
@@ -339,7 +337,12 @@ class Fetcher:
 
     def _receive(self, channel: Channel, count: int, most_bytes: int, arena: int | None) -> Iterator[Content]:
         """What ``_send`` sends of so many contents; ``arena`` is the file in which they may lie."""
-        while (batch := _hear(channel, Batch)).sizes:
+        copied = list[memoryview]()
+        while True:
+            batch = channel.hear(_batch, MAX_MESSAGE_BYTES)
+            yield from copied  # all of it was held until it was copied
+            if not batch.sizes:
+                return
             count -= len(batch.sizes)
             is_asked_for = count >= 0 and all(0 < size <= most_bytes for size in batch.sizes)
             if not is_asked_for or sum(batch.sizes) > max(BATCH_BYTES, most_bytes):
@@ -347,30 +350,30 @@ class Fetcher:
             memory = self._allocate(sum(batch.sizes))
             ends = itertools.accumulate(batch.sizes)
             parts = [memory[end - size : end] for end, size in zip(ends, batch.sizes, strict=True)]
-            if not batch.offsets:
-                for part in parts:
-                    if channel.receive_into(part) < len(part):
-                        raise ChannelError("a content came that is too short")
-                    yield part
+            copied = parts if batch.offsets else []
+            if copied:
+                if arena is None or len(batch.offsets) != len(parts):
+                    raise ChannelError("contents were placed where they were not asked for")
+                self._copy(arena, batch, memory)
+                channel.tell(Copied())
                 continue
-            if arena is None or len(batch.offsets) != len(parts):
-                raise ChannelError("contents were placed where they were not asked for")
-            self._copy(arena, batch.offsets, parts)
-            channel.tell(Copied())
-            _hear(channel, StillHeld)
-            yield from parts
+            for part in parts:
+                if channel.receive_into(part) < len(part):
+                    raise ChannelError("a content came that is too short")
+                yield part
 
-    def _copy(self, arena: int, offsets: list[int], parts: list[memoryview]) -> None:
-        """Copy ``parts`` from the arena, in several threads if they are large. Raises ``ChannelError``."""
-        share = max(1, LEAST_SHARE_BYTES // len(parts[0]), -(-len(parts) // NUM_COPIERS))
+    def _copy(self, arena: int, batch: Batch, memory: memoryview) -> None:
+        """Copy a batch from the arena, in several threads if it is large. Raises ``ChannelError``."""
+        runs = list(_runs(batch, max(LEAST_SHARE_BYTES, len(memory) // NUM_COPIERS)))
+        share = max(LEAST_SHARE_BYTES * len(runs) // len(memory), -(-len(runs) // NUM_COPIERS))
 
         def copy(start: int) -> None:
-            for offset, part in zip(offsets[start : start + share], parts[start : start + share], strict=True):
-                read_into(part, arena, offset)
+            for offset, place, size in runs[start : start + share]:
+                read_into(memory[place : place + size], arena, offset)
 
         copies = list[Future[None]]()
         try:
-            for start in range(0, len(parts), share):
+            for start in range(0, len(runs), share):
                 copies.append(self._copiers.submit(copy, start))
             for done in copies:
                 done.result()

@@ -103,18 +103,21 @@ class Channel:
 
     def receive(self, most: int) -> bytes:
         """The payload of the next frame, of at most ``most`` bytes."""
-        payload = bytearray(self._size(most))
-        self._fill(memoryview(payload))
-        return bytes(payload)
+        size = self._size(most)
+        frame = self._receive_all(size + SUM_BYTES)
+        self._check(frame[:size], frame[size:])
+        return frame[:size]
 
     def receive_into(self, memory: memoryview) -> int:
         """Write the payload of the next frame to the beginning of ``memory``; returns how many bytes it has."""
         size = self._size(len(memory))
-        self._fill(memory[:size])
+        self._receive_to(memory[:size])
+        self._check(memory[:size], self._receive_all(SUM_BYTES))
         return size
 
     def tell(self, message: msgspec.Struct) -> None:
-        self.send(_encoder.encode(message))
+        payload = _encoder.encode(message)
+        self._send_all(HEADER.pack(len(payload)) + payload + self._sum(payload, 0))
 
     def hear(self, decoder: msgspec.msgpack.Decoder[Heard], most: int) -> Heard:
         """The message in the next frame, of at most ``most`` bytes."""
@@ -152,10 +155,8 @@ class Channel:
             raise ChannelError(f"a frame of {size} bytes came, where {most} are allowed")
         return int(size)
 
-    def _fill(self, payload: memoryview) -> None:
-        """Receive a payload of this size, and the checksum behind it."""
-        self._receive_to(payload)
-        if not hmac.compare_digest(self._receive_all(SUM_BYTES), self._sum(payload, 1)):
+    def _check(self, payload: bytes | memoryview, checksum: bytes) -> None:
+        if not hmac.compare_digest(checksum, self._sum(payload, 1)):
             raise ChannelError("a frame was damaged: its checksum is wrong")
 
     def _sum(self, payload: bytes | memoryview, direction: int) -> bytes:
