@@ -157,7 +157,7 @@ class HoldingServer:
         host = split_address(shown)[0]
         self.address = f"{f'[{host}]' if ':' in host else host}:{self._socket.getsockname()[1]}"
         self._is_closed = False
-        self._places = threading.Semaphore(MAX_CONNECTIONS)
+        self._connections = dict[socket.socket, Channel | None]()
         threading.Thread(target=self._accept, name="kv-transfer", daemon=True).start()
 
     def ticket(self) -> str:
@@ -169,6 +169,8 @@ class HoldingServer:
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
+        for channel in filter(None, [*self._connections.values()]):
+            channel.close()
         self._held.close()
 
     def _accept(self) -> None:
@@ -181,15 +183,17 @@ class HoldingServer:
                 logger.warning("no connection for KV blocks can be accepted for a moment: %s", named(error))
                 time.sleep(ACCEPT_SECONDS)
                 continue
-            if not self._places.acquire(blocking=False):
+            if len(self._connections) >= MAX_CONNECTIONS:
                 logger.warning("a connection of %s for KV blocks is closed: there are %d", peer[0], MAX_CONNECTIONS)
                 sock.close()
                 continue
+            self._connections[sock] = None
             threading.Thread(target=self._serve, args=(sock, peer[0]), name="kv-transfer", daemon=True).start()
 
     def _serve(self, sock: socket.socket, peer: str) -> None:
         try:
             with contextlib.closing(accepted(sock, self._tls)) as channel:
+                self._connections[sock] = channel
                 _credentials(self._settings, self._identity()).admit(channel)
                 while True:
                     channel.wait_for(IDLE_SECONDS)
@@ -200,7 +204,7 @@ class HoldingServer:
             logger.debug("the connection of %s for KV blocks ends: %s", peer, error)
         finally:
             sock.close()
-            self._places.release()
+            del self._connections[sock]
 
     def _answer(self, channel: Channel, message: Message) -> None:
         match message:
@@ -393,14 +397,13 @@ class Fetcher:
             self._idle.clear()
 
     def _take(self, address: str) -> Channel | None:
-        """An idle connection that is still open."""
+        """An idle connection that is still open; those that are not, also of servers that ended, are let go."""
         with self._lock:
-            while self._idle[address]:
-                channel = self._idle[address].pop()
-                if not channel.is_stale:
-                    return channel
-                channel.close()
-        return None
+            for channels in self._idle.values():
+                for channel in [channel for channel in channels if channel.is_stale]:
+                    channels.remove(channel)
+                    channel.close()
+            return self._idle[address].pop() if self._idle[address] else None
 
     def _connect(self, address: str) -> Channel:
         return connect(address, self._tls, CAS, _credentials(self._settings, self._identity()), self._seconds)

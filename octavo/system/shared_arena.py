@@ -162,11 +162,9 @@ def _open(handle: ArenaHandle) -> int | None:
         fd = os.open(path, FLAGS)
     except OSError:
         return None
-    try:
+    with contextlib.suppress(OSError):
         if hmac.compare_digest(os.pread(fd, NONCE_BYTES, 0), handle.nonce):
             return fd
-    except OSError:
-        pass
     os.close(fd)
     return None
 

@@ -396,6 +396,17 @@ def test_random_prompts_are_held_fetched_and_let_go(seed: int, monkeypatch: pyte
     pair.server.close()
 
 
+def test_a_server_that_is_closed_ends_its_connections(pair: Pair) -> None:
+    """Rather than a minute later, with what their threads refer to."""
+    assert fetched(pair, pair.hold(range(3)), range(3)) == [0, 1, 2]
+    (channel,) = pair.fetcher._idle[pair.server.address]
+    pair.server.close()
+    end = time.monotonic() + 10
+    while pair.server._connections or not channel.is_stale:
+        assert time.monotonic() < end, "the connection is kept"
+        time.sleep(0.001)
+
+
 HOLDER = """
 import sys
 from tests.engine.test_transfer_by_memory import make_pair
@@ -447,6 +458,20 @@ def test_another_process_that_dies_in_between(
     with pytest.raises(ChannelError):
         next(pair.fetch(transfer, range(10)))
     assert b"".join(copied) == b"".join(map(content_of, range(10)))
+    pair.fetcher.close()
+    pair.server.close()
+
+
+def test_connections_to_servers_that_ended_are_let_go(holder: tuple[subprocess.Popen[str], KVTransfer]) -> None:
+    """With the next prompt, which is of another server: one that starts again may have another port."""
+    (process, transfer), pair = holder, make_pair()
+    assert fetched(pair, transfer, range(10)) == [*range(10)]
+    (channel,) = pair.fetcher._idle[transfer.address]
+    process.kill()
+    process.wait()
+    assert fetched(pair, pair.hold(range(3)), range(3)) == [0, 1, 2]
+    assert not pair.fetcher._idle[transfer.address]
+    assert channel._socket.fileno() == -1
     pair.fetcher.close()
     pair.server.close()
 
