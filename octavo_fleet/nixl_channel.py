@@ -229,7 +229,8 @@ class NixlFetcher(Fetcher):
             is_last, size = placed.is_last, sum(placed.sizes)
             count -= len(placed.sizes)
             is_asked_for = count >= 0 and all(0 < length <= most_bytes for length in placed.sizes)
-            if not is_asked_for or len(placed.digests) != len(placed.sizes):
+            is_bounded = size <= max(STAGE_BYTES, most_bytes)
+            if not is_asked_for or not is_bounded or len(placed.digests) != len(placed.sizes):
                 raise ChannelError("other contents were placed than were asked for")
             content = self._allocate(size)
             if size:

@@ -110,7 +110,7 @@ def run(half: Half) -> Iterator[Any]:
         yield from half.engine.step()
 
 
-@pytest.mark.parametrize("what", ["digests", "address", "agent", "sizes"])
+@pytest.mark.parametrize("what", ["digests", "address", "agent", "sizes", "most together"])
 def test_what_is_not_as_it_was_placed_is_computed(
     what: str, halves: tuple[Half, Half], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -118,12 +118,19 @@ def test_what_is_not_as_it_was_placed_is_computed(
     tell = Channel.tell
 
     def changed(channel: Channel, message: Any) -> None:
-        if isinstance(message, Placed):
+        if isinstance(message, Placed) and what == "most together":  # each of them may be as large
+            message.sizes, message.digests = [prefill.store.num_bytes] * 4, [bytes(32)] * 4
+        elif isinstance(message, Placed):
             other = {"address": message.address + 1, "digests": message.digests[::-1], "agent": b"nobody"}
             setattr(message, what, {**other, "sizes": [1 << 40]}[what])
         tell(channel, message)
 
+    def allocate(size: int) -> memoryview:
+        assert size <= nixl_channel.STAGE_BYTES
+        return kv_channel.plain_memory(size)
+
     monkeypatch.setattr(Channel, "tell", changed)
+    monkeypatch.setattr(decode.offload.fetcher, "_allocate", allocate)
     assert decode.compute(handed_over(prefill, ask(None))).num_cached_tokens == 0
     assert decode.engine.stats().num_transfer_failures == 1
     monkeypatch.undo()
