@@ -32,8 +32,8 @@ TOLERANCE = 0.01
 """Of all budgets whose cost of a prompt token is within this of the least, the smallest is taken, for even streams."""
 EVEN_STEP, WORTH_A_GAP = 4, 1.25
 """A step that takes more than so many steps of its decodes alone is a gap in all streams. One is only chosen if its
-prompt tokens cost less, by this factor, than those of all shorter steps: before large and small steps were measured,
-costs are between those of few sizes, and large ones look cheaper than they are."""
+prompt tokens cost less, by this factor, than those of all shorter steps: while few sizes were measured, costs of the
+others are interpolated, and those of large steps look lower than they are."""
 NUM_FIRST_TRIALS, STEPS_BETWEEN_FIRST_TRIALS = 1, 2
 """Each budget is tried so often at first, in every so many steps: a step with many prompts delays all streams."""
 DECODES_BETWEEN_SAMPLES = 4
