@@ -172,7 +172,6 @@ def _build(
     info = _info(model_config, loaded, form, limits, budget, config.model, *generation, images, updates, pooling)
     depth = _depth(config, device, limits, method)
     scheduler = _scheduler(config, limits, method, images, model_config.rope_sets, 1 if link is None else depth)
-    weights = _connect_blocks(scheduler, config, runner, storage, path, form, info)
     lora = None if numbers is None else _load_adapters(config.model, runner, numbers)
     ranks.report_to(on_lost)
     timed, sleeper = logged(runner, config.scheduler.step_log), runner if info.sleeps_in_host_memory else None
@@ -180,6 +179,7 @@ def _build(
         grammars.finish_loading()
         phases.done("vocabulary of grammars")
     balanced = timed if experts is None else BalancedRunner(timed, runner, scheduler.stats)
+    weights = _connect_blocks(scheduler, config, runner, storage, path, form, info)  # last, as it may listen
     return Engine(scheduler, balanced, grammars, lora, sleeper, weights, depth, threads), info
 
 
