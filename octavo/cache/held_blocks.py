@@ -84,6 +84,7 @@ class HeldBlocks:
         keys = set[bytes]()
         with self._lock:
             self._expire()
+            self._tickets[ticket] = self._clock() + self._seconds, keys  # also where ``read`` fails
             for key, size, read in blocks:
                 held = self._held.get(key)
                 if held is None:
@@ -93,7 +94,6 @@ class HeldBlocks:
                     self.num_bytes += size
                 held.num_tickets += 1
                 keys.add(key)
-            self._tickets[ticket] = self._clock() + self._seconds, keys
         return len(keys)
 
     def available(self, ticket: str, keys: Iterable[bytes]) -> list[bytes]:

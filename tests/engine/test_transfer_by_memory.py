@@ -323,6 +323,17 @@ def test_memory_comes_back_when_the_time_of_a_prompt_is_over() -> None:
     pair.fetcher.close()
 
 
+def test_a_prompt_that_cannot_be_read_to_its_end_is_let_go(pair: Pair) -> None:
+    def fail() -> Any:
+        raise held_blocks.OctavoError("the device fails")
+
+    with pytest.raises(held_blocks.OctavoError):
+        pair.held.hold("ticket", [block(0), block(1), BlockToHold(key_of(2), SIZE, fail)])
+    assert len(pair.held) == 2
+    pair.held.release("ticket")
+    pair.wait_until_free()
+
+
 def test_fetched_contents_lie_in_memory_that_was_allocated_for_them(pair: Pair) -> None:
     slabs = list[memoryview]()
 
