@@ -88,7 +88,7 @@ def make_runner(
     )
     graphs = GraphDispatcher(limits, has_graphs)
     encoder.choose_shape = graphs.choose
-    runner.on_wake = partial(graphs.capture_again, runner)
+    runner.on_wake = graphs.capture_again
     if tuning is None:
         tuning = plan_of(settings) if is_gpu(storage.device) else NO_TUNING
     return runner, partial(graphs.warm_up, runner, tuning, settings.warmup == FULL)

@@ -193,7 +193,7 @@ def test_graphs_are_captured_again_the_first_ones_at_once_and_the_others_when_it
     graphs: Any = GraphDispatcher(GraphLimits(8, 32))
     first, every = first_shapes(GraphLimits(8, 32)), graph_shapes(GraphLimits(8, 32))
     graphs._captured = {*first, *every[:4]}
-    runner.on_wake = partial(graphs.capture_again, runner)
+    runner.on_wake = graphs.capture_again
     send, captured = runner.executor.send, list[StepShape]()
 
     def record(message: Any) -> Any:

@@ -104,8 +104,8 @@ class StepRunner:
         self.threads = threads or ThreadGroup()
         """They do what is done beside the steps."""
         self._asleep = set[MemoryPart]()
-        self.on_wake: Callable[[], None] = lambda: None
-        """Called when the executor is awake again and has lost its graphs."""
+        self.on_wake: Callable[[StepRunner], None] = lambda runner: None
+        """Called with this runner when the executor is awake again and has lost its graphs."""
 
     def send(self, message: Message) -> Reply[Any]:
         """Send ``message`` to the executor, which executes it after all earlier ones.
@@ -247,7 +247,7 @@ class StepRunner:
             if not left:
                 self._sending.release()
         if not left:
-            self.on_wake()
+            self.on_wake(self)
 
 
 WARM_UP_TOKENS = 16
