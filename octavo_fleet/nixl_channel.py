@@ -232,7 +232,7 @@ class NixlFetcher(Fetcher):
             is_bounded = size <= max(STAGE_BYTES, most_bytes)
             if not is_asked_for or not is_bounded or len(placed.digests) != len(placed.sizes):
                 raise ChannelError("other contents were placed than were asked for")
-            content = self._allocate(size)
+            content = self._memory(size)
             if size:
                 with self._agent.memory(size) as piece:
                     self._agent.read(placed, size, piece, self._seconds)

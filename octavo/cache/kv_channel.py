@@ -351,7 +351,7 @@ class Fetcher:
             is_asked_for = count >= 0 and all(0 < size <= most_bytes for size in batch.sizes)
             if not is_asked_for or sum(batch.sizes) > max(BATCH_BYTES, most_bytes):
                 raise ChannelError("other contents came than were asked for")
-            memory = self._allocate(sum(batch.sizes))
+            memory = self._memory(sum(batch.sizes))
             ends = itertools.accumulate(batch.sizes)
             parts = [memory[end - size : end] for end, size in zip(ends, batch.sizes, strict=True)]
             copied = parts if batch.offsets else []
@@ -365,6 +365,13 @@ class Fetcher:
                 if channel.receive_into(part) < len(part):
                     raise ChannelError("a content came that is too short")
                 yield part
+
+    def _memory(self, size: int) -> memoryview:
+        """Memory that contents are written to. Raises ``ChannelError`` where there is none."""
+        try:
+            return self._allocate(size)
+        except (MemoryError, RuntimeError) as error:  # the latter of memory that cannot be pinned
+            raise ChannelError(f"there is no memory for them here: {error}") from None
 
     def _copy(self, arena: int, batch: Batch, memory: memoryview) -> None:
         """Copy a batch from the arena, in several threads if it is large. Raises ``ChannelError``."""

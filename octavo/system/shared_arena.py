@@ -84,13 +84,6 @@ class SharedArena:
         """Offsets and sizes of slots given back since."""
         self._lock = threading.Lock()
 
-    @property
-    def num_bytes(self) -> int:
-        """Of slots in use, with their alignment."""
-        with self._lock:
-            self._collect()
-            return self._end - HEADER_BYTES - sum(end - start for start, end in self._free)
-
     def take(self, size: int) -> Slot | None:
         """Memory of ``size`` bytes; ``None`` if there is no room for them. May wait while the system clears some."""
         room = _aligned(size)

@@ -270,6 +270,18 @@ def test_what_cannot_be_fetched_is_computed_and_the_reason_is_named(
     assert reason[trouble] in caplog.text
 
 
+def test_a_prompt_is_computed_where_there_is_no_memory_for_its_blocks(
+    prefill: Half, decode: Half, caplog: pytest.LogCaptureFixture
+) -> None:
+    def allocate(size: int) -> memoryview:
+        raise RuntimeError("it cannot be pinned")
+
+    decode.offload.fetcher = Fetcher(SETTINGS, decode.offload.fingerprint, allocate)
+    assert decode.compute(handed_over(prefill, ask(None))).num_cached_tokens == 0
+    assert decode.engine.stats().num_transfer_failures == 1
+    assert "there is no memory for them here: it cannot be pinned" in caplog.text
+
+
 @pytest.mark.parametrize("trust", ["its own", "none", "another's"])
 def test_a_certificate_must_be_of_one_of_the_cas(
     trust: str, prefill: Half, decode: Half, tmp_path: Path, caplog: pytest.LogCaptureFixture
