@@ -133,12 +133,12 @@ def test_what_cannot_be_shared_comes_as_frames(what: str, pair: Pair, monkeypatc
     assert (ways.num_by_memory, ways.num_framed) == (0, 4)
 
 
-def stop_once(monkeypatch: pytest.MonkeyPatch, meanwhile: Callable[[], object]) -> list[bytes]:
-    """Let a client be stopped before it copies, while something happens; returns what it then copies."""
+def stop_once(monkeypatch: pytest.MonkeyPatch, meanwhile: Callable[[], object], after: int = 0) -> list[bytes]:
+    """Let a client be stopped when it has copied ``after`` bytes, while something happens; returns all it copies."""
     copied = list[bytes]()
 
     def read_into(memory: memoryview, fd: int, offset: int) -> None:
-        if not copied:
+        if sum(map(len, copied)) == after:
             meanwhile()
         shared_arena.read_into(memory, fd, offset)
         copied.append(bytes(memory))
@@ -147,11 +147,13 @@ def stop_once(monkeypatch: pytest.MonkeyPatch, meanwhile: Callable[[], object]) 
     return copied
 
 
+@pytest.mark.parametrize("count", [0, 3, 6])
 def test_a_client_that_was_stopped_does_not_use_what_came_there_later(
-    pair: Pair, monkeypatch: pytest.MonkeyPatch
+    count: int, pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """But the blocks of the batches before."""
     pair.server._seconds = 0.1  # that of the client is longer
-    transfer = pair.hold(range(3))
+    transfer = pair.hold(range(9))
     later = range(100, 164)
 
     def meanwhile() -> None:
@@ -161,13 +163,15 @@ def test_a_client_that_was_stopped_does_not_use_what_came_there_later(
         for number in later:
             pair.held.content(next(iter(pair.held._tickets)), key_of(number))
 
-    copied = stop_once(monkeypatch, meanwhile)
-    used = list[bytes]()
+    copied = stop_once(monkeypatch, meanwhile, count * SIZE)
+    used = list[tuple[bytes, bytes]]()
     with pytest.raises(ChannelError, match=r"closed the connection|does not answer|does not read"):
-        used += (key for key, _ in pair.fetch(transfer, range(3)))
-    assert copied
-    assert b"".join(copied) in b"".join(map(content_of, later)), "what was there before was not used again"
-    assert not used
+        used += ((key, bytes(content)) for key, content in pair.fetch(transfer, range(9)))
+    together = b"".join(copied)[count * SIZE :]
+    pieces = {together[start : start + SIZE] for start in range(0, len(together), SIZE)}
+    assert pieces, "nothing was copied"
+    assert pieces <= set(map(content_of, later)), "what was there before was not used again"
+    assert used == [(key_of(number), content_of(number)) for number in range(count)]
 
 
 def test_slots_stay_while_a_client_copies_from_them(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
