@@ -30,10 +30,9 @@ WAITING_WEIGHT = 1.5
 """Cost of a sequence that waits for its prompt, relative to its share of a decode step: users wait for first tokens."""
 TOLERANCE = 0.01
 """Of all budgets whose cost of a prompt token is within this of the least, the smallest is taken, for even streams."""
-EVEN_STEP, WORTH_A_GAP = 4, 1.25
-"""A step that takes more than so many steps of its decodes alone is a gap in all streams. One is only chosen if its
-prompt tokens cost less, by this factor, than those of all shorter steps: while few sizes were measured, costs of the
-others are interpolated, and those of large steps look lower than they are."""
+EVEN_STEP = 4
+"""A step that takes more than so many steps of its decodes alone is a gap in all streams. None is chosen before all
+shorter ones were tried: until then costs are interpolated, and those of large steps look lower than they are."""
 NUM_FIRST_TRIALS, STEPS_BETWEEN_FIRST_TRIALS = 1, 2
 """Each budget is tried so often at first, in every so many steps: a step with many prompts delays all streams."""
 DECODES_BETWEEN_SAMPLES = 4
@@ -194,10 +193,14 @@ class StepBudget:
         delay = WAITING_WEIGHT * alone * num_pending / (num_decoding + num_pending)
         costs = (np.maximum(seconds - alone, 0) + delay) / (budgets - num_decoding)
         is_even = seconds <= EVEN_STEP * alone
-        if is_even.any() and costs[is_even].min() <= WORTH_A_GAP * costs.min():
+        if is_even.any() and self._are_new(budgets[is_even]):
             budgets, costs = budgets[is_even], costs[is_even]
         best = int(np.argmax(costs <= (1 + TOLERANCE) * costs.min()))
         return int(budgets[self._tried(best, budgets)])
+
+    def _are_new(self, budgets: Array) -> bool:
+        """Whether any of them is still to be tried."""
+        return any(self._num_trials[int(budget)] < NUM_FIRST_TRIALS for budget in budgets)
 
     def _tried(self, best: int, budgets: Array) -> int:
         """``best``, or now and then the number of another budget, so that its cost is known."""
