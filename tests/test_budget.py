@@ -49,7 +49,7 @@ class Bound(NamedTuple):
 
 
 BOUNDS = {
-    "lines of octavo": Bound(73_300, 900),
+    "lines of octavo": Bound(73_400, 900),
     "lines of octavo_kernels": Bound(24_500, 600),
     "lines of octavo_server": Bound(22_550, 500),
     "lines of octavo_fleet": Bound(9_650, 400),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from octavo.config import SchedulerSettings
+from octavo.engine.timing import step_budget
 from octavo.sampling_params import SamplingParams
 from octavo.types import Request
 from tests.engine.making import make_engine, make_request
@@ -59,8 +60,9 @@ def test_the_tightest_target_of_decoding_sequences_is_met(depth: int, cost: Step
         assert all(times[n] - times[0] <= 0.0082 * n for n in range(30, len(times))), "and never much more"
 
 
-def test_prompts_are_not_chunked_while_targets_allow() -> None:
+def test_prompts_are_not_chunked_while_targets_allow(monkeypatch: pytest.MonkeyPatch) -> None:
     """Deadlines are of the average: who is ahead of them can bear a long step, unless no step may be long."""
+    monkeypatch.setattr(step_budget, "EVEN_STEP", 0)  # as if shorter steps had been tried
     talker, prompt, measured = ask(0, 3, 300, 1.0, target=0.010), ask(1, 2000, 2, 2.0), ask(2, 1200, 1, 1.0)
     progress = VirtualEngine(DEADLINE, max_num_batched_tokens=2048).serve([talker, prompt, measured])
     assert longest_gap(progress[0]) > 0.040
