@@ -92,7 +92,9 @@ def fork_engine(module: str, fd: str, environment: Mapping[str, str]) -> ForkedP
         os.environ.update(environment)
         engine_process.main(build)
 
-    return ForkedProcess(main, [fd], [int(fd)])
+    process = ForkedProcess(main, [fd], [int(fd)])
+    os.setpgid(process.pid, process.pid)  # whoever is first: it may be stopped before it has done so
+    return process
 
 
 class ThreadedEngine:

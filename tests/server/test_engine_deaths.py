@@ -241,7 +241,7 @@ def test_a_start_that_stands_still_is_tried_again(caplog: pytest.LogCaptureFixtu
     """As one does whose disk does not answer any more."""
 
     async def main() -> None:
-        engine = make_engine(1.0, **SLOW)
+        engine = make_engine(1.0, **SLOW, start_seconds=0.5, is_start_busy=True)  # it is stopped before it is ready
         starting = asyncio.create_task(engine.start())
         await until(lambda: engine.pid is not None)
         stopped = engine.pid
