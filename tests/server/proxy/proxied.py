@@ -81,10 +81,10 @@ class Proxy(AppServer):
         """Run a coroutine on the proxy's event loop."""
         return asyncio.run_coroutine_threadsafe(awaitable, self.loop).result(30)
 
-    def wait_ready(self, is_ready: bool = True) -> None:
-        """Wait until the upstream counts as up, or as down."""
+    def wait_ready(self, is_ready: bool = True, number: int | None = None) -> None:
+        """Wait until the upstream, or one of its servers, counts as up, or as down."""
         for _ in range(1000):
-            if self.upstream.is_ready == is_ready:
+            if (self.upstream.is_ready if number is None else self.upstream._servers[number].is_up) == is_ready:
                 return
             threading.Event().wait(0.01)
         raise TimeoutError

@@ -262,7 +262,7 @@ def test_a_server_that_drains_leaves_requests_to_another(start: Callable[..., Pr
     keyed = proxy.client.post("/v1/completions", json=PROMPT, headers={"Idempotency-Key": "a"})
     assert (keyed.status_code, keyed.content) == (503, b"[]")
     second.close()
-    proxy.upstream._servers[1].is_up = False
+    proxy.wait_ready(False, 1)
     assert proxy.client.post("/v1/completions", json=PROMPT).content == b"[]", "what the last one says is told"
 
 
