@@ -204,7 +204,8 @@ def test_paged_attention_of_a_long_prompt_stays_small() -> None:
         1.0,
     )
     assert out.isfinite().all()
-    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 200 * 1024
+    # It takes 190 MiB, and scores of all heads at once 512; other threads of this process may take some, too.
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 400 * 1024
 
 
 def test_layer_norm_and_gelu_are_what_they_say() -> None:

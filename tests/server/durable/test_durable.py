@@ -163,8 +163,8 @@ def test_tokens_of_many_steps_are_one_record(tmp_path: Path, monkeypatch: pytest
 
     monkeypatch.setattr(synced_log.LogWriter, "append", count)
     with serving(tmp_path) as served:
-        assert len(events(send(served))) > 20
-    assert len(records) < 10
+        num_events = len(events(send(served)))  # a busy machine sends some tokens together
+    assert len(records) < 10 < num_events
 
 
 @pytest.mark.parametrize(
