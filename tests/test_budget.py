@@ -49,11 +49,11 @@ class Bound(NamedTuple):
 
 
 BOUNDS = {
-    "lines of octavo": Bound(73_400, 900),
+    "lines of octavo": Bound(73_800, 2_600),
     "lines of octavo_kernels": Bound(24_500, 600),
-    "lines of octavo_server": Bound(22_550, 500),
-    "lines of octavo_fleet": Bound(9_650, 400),
-    "lines of octavo_bench": Bound(12_800, 500),
+    "lines of octavo_server": Bound(23_200, 1_500),
+    "lines of octavo_fleet": Bound(10_150, 900),
+    "lines of octavo_bench": Bound(12_800, 1_200),
     "small modules with one importer, in their own folder": Bound(23, 4),
     "files that a chat request enters": Bound(29, 4),
     "files that a request enters in the engine process": Bound(47, 4),
