@@ -28,16 +28,15 @@ import logging
 import struct
 import time
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
-from typing import NamedTuple, Protocol, cast
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from typing import NamedTuple, ParamSpec, Protocol, cast
 
 import numpy as np
 
 from octavo.cache.held_blocks import BlockToHold, HeldBlocks
 from octavo.cache.kv_channel import Fetcher, HoldingServer
 from octavo.cache.node import Node, as_digest, folded
-from octavo.cache.offload_tiers import Content, CopyRate, DiskTier, HostTier
+from octavo.cache.offload_tiers import Content, CopyRate, DiskTier, HostTier, OffloadStats
 from octavo.system.channel import ChannelError
 from octavo.system.cpus import num_cpus
 from octavo.types import KVTransfer, Sequence, Tokens
@@ -60,6 +59,8 @@ HINT_SHARE = 0.5
 CLOSING_SECONDS = 6.0
 """How long cached blocks are written to disk when the engine ends or falls asleep."""
 CLOSING_POLL_SECONDS = 0.002
+
+P = ParamSpec("P")
 
 logger = logging.getLogger(__name__)
 
@@ -153,21 +154,6 @@ class Wanted(NamedTuple):
     """Of the prefix."""
 
 
-@dataclass
-class OffloadStats:
-    """Counts of blocks, and of recurrent states."""
-
-    num_saved: int = 0
-    num_dropped: int = 0
-    """Those evicted while too many were pending."""
-    num_prefetched: int = 0
-    num_restored: int = 0
-    num_received: int = 0
-    """Those fetched from prefill servers."""
-    num_failures: int = 0
-    """Prompts that a prefill server should have had, and that nothing was fetched of, or not all."""
-
-
 class Offload:
     """Keeps the contents of evicted blocks in ``host``, unless they shall be dropped, and those of all cached blocks in
     ``disk``."""
@@ -211,6 +197,8 @@ class Offload:
         self._sessions = ThreadPoolExecutor(1, "kv-offload-sessions")
         """Notes sessions' paths, in order."""
         self._is_closing = False
+        self._failed = set[tuple[str, type[BaseException]]]()
+        """What failed in the threads, and how."""
         self._hints: dict[str, list[Future[None]]] = {}
         """Those that are not done, by API key."""
 
@@ -265,7 +253,23 @@ class Offload:
         self._pending[key] = read()
         if is_state:
             self._pending_states.add(key)
-        self._writers.submit(self._write, key, keep)
+        self._submit(self._writers, self._write, key, keep)
+
+    def _submit(
+        self, threads: ThreadPoolExecutor | Fetcher, work: Callable[P, None], *args: P.args, **kwargs: P.kwargs
+    ) -> Future[None]:
+        """Have ``work`` done in a thread. What it raises is logged, once of each kind: nobody else looks at it, as what
+        a tier does not bring is computed."""
+        done = threads.submit(work, *args, **kwargs)
+        done.add_done_callback(lambda done: self._note_failure(work.__name__, done))
+        return done
+
+    def _note_failure(self, name: str, done: Future[None]) -> None:
+        error = None if done.cancelled() else done.exception()
+        if error is None or isinstance(error, CancelledError) or (name, type(error)) in self._failed:
+            return
+        self._failed.add((name, type(error)))
+        logger.error("KV blocks are computed, or not kept, as %s failed", name.strip("_"), exc_info=error)
 
     def _may_start(self, most: int, most_bytes: int) -> bool:
         """Whether fewer blocks and states are pending, and of fewer bytes."""
@@ -330,7 +334,7 @@ class Offload:
         keys, transfer = self._keys(seq.keys, seq.salt), seq.request.transfer
         counts = num_cached, num_with_state
         if self.fetcher is not None and transfer is not None and transfer.address:
-            return self.fetcher.submit(self._fetch, transfer, list(keys), counts)
+            return self._submit(self.fetcher, self._fetch, transfer, list(keys), counts)
         if self.disk is None or not (wanted := self._wanted(keys, counts, self.disk)).keys:
             return None
         first = num_with_state if self.blocks_per_state else wanted.num_blocks - len(wanted.keys)
@@ -341,7 +345,7 @@ class Offload:
                 self.reading.grow()
                 self.restoring.grow()
                 return None
-        return self._loader.submit(self._load_prompt, wanted)
+        return self._submit(self._loader, self._load_prompt, wanted)
 
     def note_session(self, owner: str, name: str, slot: int, end: Node) -> None:
         """Let ``prefetch_session`` find the path to ``end`` by a session's name, also after a restart; ``slot`` is its
@@ -351,7 +355,7 @@ class Offload:
         self._key_of(end)
         keys = [node.key for node in end.nodes()]
         digest = hashlib.sha256(owner.encode()).digest()
-        self._sessions.submit(self.disk.put_path, digest, self._session_key(owner, name, slot), keys)
+        self._submit(self._sessions, self.disk.put_path, digest, self._session_key(owner, name, slot), keys)
 
     def prefetch_session(self, owner: str, name: str, counts: list[tuple[int, int]]) -> bool:
         """As ``prefetch``, of the path in each slot, of which the prefix cache has ``counts`` blocks, and blocks with a
@@ -361,7 +365,7 @@ class Offload:
         takes_more = self.disk is not None and len(pending) < MAX_HINTS
         if takes_more:
             paths = {self._session_key(owner, name, slot): count for slot, count in enumerate(counts)}
-            pending.append(self._hint_loader.submit(self._load_session, paths))
+            pending.append(self._submit(self._hint_loader, self._load_session, paths))
         if pending:
             self._hints[owner] = pending
         return takes_more
@@ -440,6 +444,9 @@ class Offload:
             logger.warning("a prompt is computed here, as %s did not send its blocks: %s", transfer.address, error)
             if chosen is None:
                 from_disk(self._wanted(keys, counts, on_disk))
+        except BaseException:  # such as of another connector
+            self.stats.num_failures += 1
+            raise
         if chosen is not None:
             self.host.touch(chosen.path)
 

@@ -15,6 +15,7 @@ import threading
 import time
 import zlib
 from collections import Counter, OrderedDict
+from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
 
@@ -80,6 +81,21 @@ class CopyRate:
         time, and other files may be read faster."""
         if self._per_second is not None:
             self._per_second *= GROWTH_OF_RATE
+
+
+@dataclass
+class OffloadStats:
+    """Counts of blocks, and of recurrent states."""
+
+    num_saved: int = 0
+    num_dropped: int = 0
+    """Those evicted while too many were pending."""
+    num_prefetched: int = 0
+    num_restored: int = 0
+    num_received: int = 0
+    """Those fetched from prefill servers."""
+    num_failures: int = 0
+    """Prompts that a prefill server should have had, and that nothing was fetched of, or not all."""
 
 
 class HostTier:

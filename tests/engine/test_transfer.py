@@ -282,6 +282,22 @@ def test_a_prompt_is_computed_where_there_is_no_memory_for_its_blocks(
     assert "there is no memory for them here: it cannot be pinned" in caplog.text
 
 
+@pytest.mark.parametrize("failing", ["fetch", "put"])
+def test_a_failure_of_another_kind_is_logged_once_and_the_prompts_are_computed(
+    failing: str, prefill: Half, decode: Half, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*given: Any) -> Any:
+        raise ArithmeticError("of a connector")
+
+    owner = decode.offload.fetcher if failing == "fetch" else decode.offload.host
+    monkeypatch.setattr(owner, failing, fail)
+    for number in (1, 2):
+        prefill.cache.clear()
+        assert decode.compute(handed_over(prefill, ask(None, number, salt=f"{number}"))).num_cached_tokens == 0
+        assert decode.engine.stats().num_transfer_failures == number
+    assert caplog.text.count("ArithmeticError: of a connector") == 1
+
+
 @pytest.mark.parametrize("trust", ["its own", "none", "another's"])
 def test_a_certificate_must_be_of_one_of_the_cas(
     trust: str, prefill: Half, decode: Half, tmp_path: Path, caplog: pytest.LogCaptureFixture
