@@ -38,6 +38,8 @@ OF_ANSWERS = (
 
 UNREADABLE = msgspec.MsgspecError, UnicodeDecodeError, RecursionError
 """What reading JSON may raise."""
+APART = ("model", "cache_salt")
+"""Fields of which blocks depend: equal prompts with other values share nothing."""
 IDEMPOTENCY_KEY = b"idempotency-key"
 """A request with this header must be the same each time it is sent, and where a prompt is held is not; and it goes to
 one server, whose journal has its answer."""
@@ -62,7 +64,8 @@ class PrefillPrompt:
                 self.fields = _decoder.decode(body)
         text = bytes(self.fields.get(field, b"")) if field is not None else b""
         self.num_bytes = len(text)
-        self.query = PromptQuery(text[:MOST_BYTES], owner)
+        salt = "\0".join([owner, *(bytes(self.fields.get(name, b"")).decode("latin-1") for name in APART)])
+        self.query = PromptQuery(text[:MOST_BYTES], salt)
 
     def is_apart(self, decode: UpstreamServer) -> bool:
         """Whether it is one to compute apart, for ``decode``."""

@@ -99,6 +99,17 @@ def test_a_long_prompt_goes_to_a_prefill_server_and_then_to_a_decode_server(
     assert [body.get("kv_transfer_params") for _, body in second.sent[1:]] == [None, None, None, PARAMS, None]
 
 
+@pytest.mark.parametrize("field", ["cache_salt", "model"])
+def test_equal_prompts_that_share_no_blocks_are_told_apart(
+    field: str, start: Callable[..., Proxy], backends: Callable[..., Backend]
+) -> None:
+    first, second = backends("prefill", kv_transfer_params=PARAMS), backends("decode")
+    proxy = start(second.url, prefill_upstream=first.url)
+    for value in ("one", "another", "one"):
+        ask(proxy, **{field: value})
+    assert [body[field] for _, body in first.sent] == ["one", "another"]
+
+
 def test_what_is_no_json_and_what_has_a_key_go_to_the_decode_server_alone(
     start: Callable[..., Proxy], backends: Callable[..., Backend]
 ) -> None:
