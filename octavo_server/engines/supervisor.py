@@ -308,16 +308,21 @@ class Supervisor:
 
     async def _watch(self) -> None:
         """Periodically check that the engine process lives and responds; ping it when it does."""
+        interval = min(WATCH_SECONDS, self._hang_timeout / 4)
+        last_sign, silent_seconds = 0.0, 0.0
         while True:
-            await asyncio.sleep(min(WATCH_SECONDS, self._hang_timeout / 4))
+            await asyncio.sleep(interval)
             self._reserve.fill()
             link = self.link
             if link is None or not link.is_ready:
                 continue
+            # Looks are counted, as for a start: what came while this process was stopped is read after the first one.
+            silent_seconds = silent_seconds + interval if link.last_sign == last_sign else 0.0
+            last_sign = link.last_sign
             if link.has_exited():
                 # A child of the engine process may still hold the socket open.
                 link.disconnect()
-            elif time.monotonic() - link.last_sign > self._hang_timeout:
+            elif silent_seconds >= self._hang_timeout:
                 logger.error("nothing heard from engine process %s for %g s", link.pid, self._hang_timeout)
                 self.num_hangs += 1
                 link.kill()

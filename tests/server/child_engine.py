@@ -88,6 +88,22 @@ def send(engine: AsyncEngine, mark: int = 1, max_tokens: int = 40) -> tuple[Requ
     return request, recorder
 
 
+async def begin(engine: AsyncEngine, count: int, num_tokens: int, **more: Any) -> list[tuple[Request, Recorder]]:
+    """Streams that have so many tokens, and get no more before the engine's pace is set again or its process replaced:
+    however late this process is, they have not ended."""
+    engine.set_pace(0)
+    streams = [send(engine, **more) for _ in range(count)]
+    await advance(engine, streams, num_tokens)
+    return streams
+
+
+async def advance(engine: AsyncEngine, streams: list[tuple[Request, Recorder]], num_tokens: int) -> None:
+    """So many further tokens for each of the streams of an engine that holds."""
+    wanted = [len(recorder.tokens) + num_tokens for _, recorder in streams]
+    engine.set_pace(num_tokens)
+    await until(lambda: [len(recorder.tokens) for _, recorder in streams] == wanted)
+
+
 async def finish(streams: list[tuple[Request, Recorder]], seconds: float = 30.0) -> None:
     async with asyncio.timeout(seconds):
         for _, recorder in streams:

@@ -9,6 +9,7 @@ import random
 import resource
 import signal
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,19 @@ from octavo import errors
 from octavo.system import process_exit as endings
 from octavo.weights.adapter_files import FILES, digest
 from octavo_server.engines import supervisor
-from tests.server.child_engine import ROOT, SLOW, assert_right, command, finish, kill, make_engine, running, send, until
+from tests.server.child_engine import (
+    ROOT,
+    SLOW,
+    assert_right,
+    begin,
+    command,
+    finish,
+    kill,
+    make_engine,
+    running,
+    send,
+    until,
+)
 from tests.server.fake_engine import expected
 from tests.tiers import nightly_after
 
@@ -30,8 +43,7 @@ POISON = 666
 def test_a_killed_engine_loses_and_doubles_nothing(how: int) -> None:
     async def main() -> None:
         async with running(**SLOW) as engine:
-            streams = [send(engine) for _ in range(16)]
-            await until(lambda: all(len(recorder.tokens) >= 5 for _, recorder in streams))
+            streams = await begin(engine, 16, 5)
             kill(engine, how)
             await finish(streams)
             assert_right(streams)
@@ -76,8 +88,7 @@ def test_twenty_kills_in_a_row() -> None:
 def test_a_hung_engine_is_replaced() -> None:
     async def main() -> None:
         async with running(timeout=1.0, **SLOW) as engine:
-            streams = [send(engine) for _ in range(4)]
-            await until(lambda: all(recorder.tokens for _, recorder in streams))
+            streams = await begin(engine, 4, 1)
             kill(engine, signal.SIGSTOP)
             await finish(streams)
             assert_right(streams)
@@ -98,6 +109,24 @@ def test_an_engine_that_hangs_while_idle_is_replaced() -> None:
             streams = [send(engine)]
             await finish(streams)
             assert_right(streams)
+
+    asyncio.run(main())
+
+
+def test_an_engine_is_no_hang_because_nobody_listened() -> None:
+    """As on a machine that stands still for a while."""
+
+    async def main() -> None:
+        async with running(timeout=1.0, **SLOW) as engine:
+            streams = await begin(engine, 4, 1)
+            kill(engine, signal.SIGSTOP)
+            time.sleep(1.5)
+            kill(engine, signal.SIGCONT)
+            await asyncio.sleep(0.5)  # two looks
+            engine.set_pace(None)
+            await finish(streams)
+            assert_right(streams)
+            assert engine.num_restarts == 0
 
     asyncio.run(main())
 
@@ -292,8 +321,7 @@ def test_an_engine_that_does_not_start_for_a_while_is_waited_for(
 
     async def main() -> None:
         async with running(start_crash_after=str(once), **SLOW) as engine:
-            streams = [send(engine, max_tokens=200) for _ in range(3)]
-            await until(lambda: all(recorder.tokens for _, recorder in streams))
+            streams = await begin(engine, 3, 1, max_tokens=200)
             kill(engine)
             await until(lambda: not engine.is_ready)
             streams.append(send(engine))
