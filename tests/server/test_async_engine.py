@@ -21,7 +21,18 @@ from octavo_server.engines import async_engine
 from octavo_server.engines.async_engine import AsyncEngine
 from octavo_server.engines.engine_link import EngineLink
 from octavo_server.engines.supervisor import engine_settings
-from tests.server.child_engine import SLOW, Recorder, assert_right, finish, kill, make_engine, running, send, until
+from tests.server.child_engine import (
+    SLOW,
+    Recorder,
+    assert_right,
+    begin,
+    finish,
+    kill,
+    make_engine,
+    running,
+    send,
+    until,
+)
 from tests.server.fake_engine import expected
 
 
@@ -141,10 +152,9 @@ def test_draining_lets_the_live_ones_finish_and_takes_no_more() -> None:
     async def main() -> None:
         engine = make_engine(**SLOW)
         await engine.start()
-        streams = [send(engine, max_tokens=100) for _ in range(8)]
-        await until(lambda: bool(streams[0][1].tokens))
+        streams = await begin(engine, 8, 1, max_tokens=100)
         stopping = asyncio.create_task(engine.stop(30))
-        await asyncio.sleep(0.05)
+        await asyncio.sleep(0)
         assert not engine.is_ready
         with pytest.raises(errors.Unavailable) as caught:
             send(engine)
@@ -188,8 +198,7 @@ def test_a_request_with_nothing_left_to_generate_is_answered() -> None:
 def test_metrics_agree_with_what_happened() -> None:
     async def main() -> None:
         async with running(**SLOW) as engine:
-            streams = [send(engine, max_tokens=50) for _ in range(4)]
-            await until(lambda: all(recorder.tokens for _, recorder in streams))
+            streams = await begin(engine, 4, 3, max_tokens=50)
             steps = engine.stats.num_steps
             kill(engine)
             await finish(streams)

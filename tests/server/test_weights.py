@@ -17,7 +17,7 @@ from octavo.errors import ConfigError, InvalidParameter, Unavailable
 from octavo.types import DropTensors, JoinGroup, ReceiveTensors
 from octavo_server.app import create_app
 from octavo_server.weights import GROUP_PATHS
-from tests.server.child_engine import SLOW, assert_right, finish, kill, running, send, until
+from tests.server.child_engine import SLOW, advance, assert_right, begin, finish, kill, running, send, until
 from tests.server.conftest import Served
 from tests.server.fake_engine import VOCAB, expected
 from tests.server.in_process import ANSWER, InProcessEngine, byte_tokenizer
@@ -28,16 +28,14 @@ from tests.tiers import one_in
 def test_running_requests_go_on_with_new_weights() -> None:
     async def main() -> None:
         async with running(**SLOW) as engine:
-            streams = [send(engine, max_tokens=60) for _ in range(8)]
-            await until(lambda: all(len(recorder.tokens) > 3 for _, recorder in streams))
+            streams = await begin(engine, 8, 4, max_tokens=60)
             await engine.update_weights(json.dumps({**SLOW, "weights": 7}), "step 1")
             assert engine.weight_version == "step 1"
             late = send(engine, max_tokens=5)
             await finish([*streams, late])
             for request, recorder in streams:
                 ((version, start),) = recorder.weights
-                assert version == "step 1"
-                assert 3 <= start < 60
+                assert (version, start) == ("step 1", 4)
                 tokens = expected(request)
                 assert recorder.tokens == tokens[:start] + [(token + 7) % VOCAB for token in tokens[start:]]
             assert late[1].tokens == [(token + 7) % VOCAB for token in expected(late[0])]
@@ -62,11 +60,11 @@ def test_sixty_four_streams_over_twenty_updates_in_place() -> None:
 
     async def main() -> None:
         async with running(**IN_PLACE) as engine:
-            pid, streams = engine.pid, [send(engine, max_tokens=300) for _ in range(64)]
+            pid, streams = engine.pid, await begin(engine, 64, 3, max_tokens=300)
             for version in range(1, 21):
-                least = min(len(recorder.tokens) for _, recorder in streams)
-                await until(lambda least=least: min(len(recorder.tokens) for _, recorder in streams) > least + 2)
                 await engine.update_weights(json.dumps({**IN_PLACE, "weights": version}), str(version))
+                await advance(engine, streams, 3)
+            engine.set_pace(None)
             await finish(streams)
             assert engine.pid == pid
             for request, recorder in streams:
@@ -101,15 +99,13 @@ def test_weights_that_were_received_are_lost_with_the_process() -> None:
             with pytest.raises(InvalidParameter, match="nobody listens"):
                 await engine.order_weights(msgspec.structs.replace(group, port=0))
             await engine.order_weights(group)
-            stream = send(engine, max_tokens=200)
-            await until(lambda: len(stream[1].tokens) > 3)
+            (stream,) = await begin(engine, 1, 4, max_tokens=200)
             await engine.order_weights(ReceiveTensors(["a"], ["float32"], [(1,)]))
             assert engine.has_received
             assert not stream[1].weights
             assert await engine.take_weights(None) == "1"
             assert not engine.has_received
-            num_tokens = len(stream[1].tokens)
-            await until(lambda: len(stream[1].tokens) > num_tokens + 3)
+            await advance(engine, [stream], 4)
             kill(engine)
             await until(lambda: engine.num_restarts == 1)
             assert engine.weight_version == "default"
@@ -127,13 +123,11 @@ def test_weights_whose_folder_was_deleted_are_lost_with_the_process(tmp_path: Pa
 
     async def main() -> None:
         async with running(**IN_PLACE) as engine:
-            stream = send(engine, max_tokens=200)
-            await until(lambda: len(stream[1].tokens) > 3)
+            (stream,) = await begin(engine, 1, 4, max_tokens=200)
             (tmp_path / "no-start").touch()
             taken = {**IN_PLACE, "weights": 3, "start_crash_after": str(tmp_path / "no-start")}
             await engine.update_weights(json.dumps(taken), "3")
-            num_tokens = len(stream[1].tokens)
-            await until(lambda: len(stream[1].tokens) > num_tokens + 3)
+            await advance(engine, [stream], 4)
             kill(engine)
             await finish([stream])
             assert engine.weight_version == "default"
@@ -149,8 +143,7 @@ def test_weights_whose_folder_was_deleted_are_lost_with_the_process(tmp_path: Pa
 def test_weights_that_cannot_be_loaded_leave_the_earlier_ones() -> None:
     async def main() -> None:
         async with running(**SLOW) as engine:
-            stream = send(engine, max_tokens=60)
-            await until(lambda: len(stream[1].tokens) > 3)
+            (stream,) = await begin(engine, 1, 4, max_tokens=60)
             with pytest.raises(InvalidParameter, match="layer 3 is missing"):
                 await engine.update_weights(json.dumps({"start_error": "CheckpointError"}), "step 1")
             assert engine.weight_version == "default"
@@ -167,8 +160,9 @@ def test_weights_that_cannot_be_loaded_leave_the_earlier_ones() -> None:
 def test_nothing_is_computed_while_the_server_is_paused(mode: Any) -> None:
     async def main() -> None:
         async with running(**SLOW) as engine:
-            stream = send(engine, max_tokens=40)
-            await until(lambda: len(stream[1].tokens) > 3)
+            (stream,) = await begin(engine, 1, 4, max_tokens=40)
+            if mode == "wait":
+                engine.set_pace(None)
             await engine.pause(mode)
             late = send(engine, max_tokens=5)
             num_tokens = len(stream[1].tokens)
