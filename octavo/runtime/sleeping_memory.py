@@ -34,6 +34,11 @@ class SleepingMemory:
         """Storages with their sizes in bytes, in the order in which the host memory has their contents."""
         self._lost: list[tuple[UntypedStorage, int]] = []
 
+    @property
+    def is_freed(self) -> bool:
+        """Whether anything was freed and not restored."""
+        return bool(self._kept or self._lost)
+
     def free(self, owner: object, without_content: Iterable[Tensor] = ()) -> None:
         """Free all device memory that ``owner`` refers to, directly or not; that of some tensors need not be kept.
 

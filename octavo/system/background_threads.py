@@ -21,9 +21,11 @@ MOST_SECONDS = 30.0
 
 
 class ThreadGroup:
-    """Threads that work for one owner, and those that they start."""
+    """Threads that work for one owner, and those that they start; those of a part of its work end before others."""
 
-    def __init__(self) -> None:
+    def __init__(self, whole: ThreadGroup | None = None) -> None:
+        """``whole`` is the group of all the work, if this one is for a part of it."""
+        self._whole = whole
         self._ending = threading.Event()
         self._threads: WeakSet[threading.Thread] = WeakSet()
         self._lock = threading.Lock()
@@ -31,16 +33,22 @@ class ThreadGroup:
 
     @property
     def is_ending(self) -> bool:
-        """Whether ``stop`` was called."""
-        return self._ending.is_set()
+        """Whether ``stop`` was called, here or of the whole."""
+        return self._ending.is_set() or (self._whole is not None and self._whole.is_ending)
 
     def start(self, name: str, work: Callable[..., None], *args: Any) -> threading.Thread:
         """Start a thread whose work calls ``stop_if_ending`` now and then, or waits for a ``BackgroundPool``."""
         thread = threading.Thread(target=self._work, args=(work, *args), name=name, daemon=True)
         with self._lock:
             thread.start()
-            self._threads.add(thread)
+            self._add(thread)
         return thread
+
+    def _add(self, thread: threading.Thread) -> None:
+        self._threads.add(thread)
+        if self._whole is not None:
+            with self._whole._lock:
+                self._whole._add(thread)
 
     def run(self, work: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Do ``work`` in this thread, as one of the group."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -19,6 +19,7 @@ from octavo.runtime import sleeping_memory
 from octavo.runtime.sleeping_memory import SleepingMemory, device_tensors
 from octavo.steps.graph_shapes import GraphLimits, StepShape, first_shapes, graph_shapes
 from octavo.steps.messages import Compile, LoadAdapter, LoadWeights, ReadChecksums, Step, UnloadAdapter
+from octavo.system.background_threads import stop_if_ending
 from octavo.types import MEMORY_PARTS, MemoryPart
 from octavo_bench.offline import wait_until_prepared
 from tests.runtime.making import CPU
@@ -222,3 +223,56 @@ def test_an_engine_that_is_closed_asleep_waits_for_no_waking(loaded: Loaded) -> 
     engine.close()
     wait_until_prepared()
     assert not graphs._captured
+
+
+@pytest.mark.parametrize("frees", [True, False])
+def test_sleep_waits_for_one_kernel_and_not_for_all(
+    frees: bool, loaded: Loaded, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was left is compiled when the executor is awake, or if it could not sleep."""
+    engine = stream_engine(loaded)
+    runner, executor = engine.runner, cast(Any, engine.runner.executor)
+    is_asleep, may_end, began, begun_asleep = False, threading.Event(), threading.Event(), list[bool]()
+
+    def compile_all(message: Compile) -> None:
+        for _ in range(100):
+            stop_if_ending()
+            begun_asleep.append(is_asleep)
+            began.set()
+            may_end.wait(0.05)
+
+    monkeypatch.setattr(executor, "_compile", compile_all)
+    replies = [runner.send(Compile([], in_background=True)) for _ in range(2)]
+    assert began.wait(10)
+    if frees:
+        runner.sleep()
+        is_asleep = True
+        assert 1 <= len(begun_asleep) <= 100
+        runner.wake(["weights"])
+        is_asleep = False
+        runner.wake(["kv_cache"])
+    else:
+        monkeypatch.setattr(sleeping_memory, "free_memory", lambda *given: 0)
+        with pytest.raises(RunnerError, match="sleeping takes"):
+            runner.sleep()
+    may_end.set()
+    for reply in replies:
+        reply.wait()
+    assert len(begun_asleep) > 200
+    assert not any(begun_asleep)
+    engine.close()
+
+
+def test_what_is_left_to_compile_is_not_waited_for_by_an_engine_that_is_closed_asleep(
+    loaded: Loaded, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = stream_engine(loaded)
+    group = cast(Any, engine)._threads
+    monkeypatch.setattr(engine.runner.executor, "_compile", lambda message: [stop_if_ending() for _ in iter(int, 1)])
+    with group.starting():
+        reply = engine.runner.send(Compile([], in_background=True))
+    engine.runner.sleep()
+    waiting = group.start("waiting", reply.wait)
+    engine.close()
+    waiting.join(10)
+    assert not waiting.is_alive()

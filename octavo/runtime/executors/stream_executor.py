@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import threading
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
@@ -64,7 +65,10 @@ from octavo.steps.messages import (
     UseKernels,
     Wake,
 )
-from octavo.system.background_threads import current_group, stop_if_ending
+from octavo.system.background_threads import ThreadGroup, current_group, stop_if_ending
+
+SECONDS_BETWEEN_LOOKS = 0.05
+"""Of a thread that waits, whether what it works for has ended."""
 
 logger = logging.getLogger(__name__)
 
@@ -138,7 +142,8 @@ class StreamExecutor:
         if has_graphs and embeddings is not None:
             embeddings.use_graphs()
         self._copies = HostBlockCopies(storage) if self._stream is None else DeviceBlockCopies(storage, self._stream)
-        self._compiling: Compiling | None = None
+        self._compiling = list[Compiling]()
+        """What is not compiled yet: a rank may be asked for more before it has ended."""
         self._pool = storage.tensors
         self._memory = SleepingMemory(device)
         self._device = self._program.device
@@ -170,8 +175,9 @@ class StreamExecutor:
                 with self._on_stream():  # behind the steps that were started
                     return self._experts.execute(message)
             case Compile():
-                self._compiling = Compiling(partial(self._compile, message))
-                return self._compiling
+                compiling = Compiling(partial(self._compile, message))
+                self._compiling = [each for each in self._compiling if not each.is_over] + [compiling]
+                return compiling
             case PrepareTuning() | MeasureKernels() | UseKernels():
                 return Done(self._tune(message))
             case Sleep():
@@ -179,6 +185,8 @@ class StreamExecutor:
             case Wake(parts=parts):
                 with torch.inference_mode():
                     self._memory.restore(parts)
+                if not self._memory.is_freed:
+                    self._go_on_compiling()
         return Done(None)
 
     # ---- steps
@@ -240,9 +248,9 @@ class StreamExecutor:
     # ---- sleep
 
     def _sleep(self) -> Reply[None]:
-        """Free what can be freed; kernels are compiled over the weights, so that is waited for."""
-        if self._compiling is not None:
-            self._compiling.wait()
+        """Free what can be freed. Kernels are compiled over the weights: that ends soon, and goes on after waking."""
+        for compiling in self._compiling:
+            compiling.interrupt()
         if self._is_gpu:
             wait_for_device()
         self._tuner = None
@@ -254,8 +262,13 @@ class StreamExecutor:
             with torch.inference_mode():
                 self._memory.free(self, self._pool)
         except RunnerError as error:
+            self._go_on_compiling()
             return FailedReply(error)
         return Done(None)
+
+    def _go_on_compiling(self) -> None:
+        for compiling in self._compiling:
+            compiling.resume()
 
     # ---- tuning
 
@@ -286,20 +299,43 @@ class StreamExecutor:
 
 
 class Compiling:
-    """The reply of work that runs in a background thread, which ends with the engine that asked for it."""
+    """The reply of work that runs in a background thread, which ends with the engine that asked for it.
+
+    It can be interrupted, and then begins again: what was compiled is found.
+    """
 
     def __init__(self, work: partial[None]) -> None:
-        self._work = work
+        self._work, self._group = work, current_group()
         self._error: BaseException | None = None
-        self._thread = current_group().start("compile", self._run)
+        self._over = threading.Event()
+        self.resume()
 
-    def _run(self) -> None:
+    @property
+    def is_over(self) -> bool:
+        return self._over.is_set()
+
+    def resume(self) -> None:
+        """Begin again what was interrupted."""
+        if not self.is_over:
+            self._piece = ThreadGroup(self._group)
+            self._thread = self._piece.start("compile", self._run, self._piece)
+
+    def interrupt(self) -> None:
+        """End at the next kernel; ``wait`` then waits for what ``resume`` begins."""
+        self._piece.stop()
+        self._thread.join()
+
+    def _run(self, piece: ThreadGroup) -> None:
         try:
             self._work()
         except BaseException as error:  # re-raised by ``wait``
+            if piece.is_ending and not self._group.is_ending:
+                return
             self._error = error
+        self._over.set()
 
     def wait(self) -> None:
-        self._thread.join()
+        while not self._over.wait(SECONDS_BETWEEN_LOOKS):
+            stop_if_ending()
         if self._error is not None:
             raise self._error
