@@ -12,6 +12,7 @@ import json
 import logging
 import os
 import re
+import stat
 import zipfile
 from collections import defaultdict
 from collections.abc import Callable, Mapping
@@ -123,6 +124,8 @@ def _entries(path: Path) -> dict[str, dict[str, Any]]:
 
 def _checked(archive: zipfile.ZipFile, path: Path) -> dict[str, dict[str, str]]:
     """Members by the name that their files will have, by folder. Raises ``ValueError`` unless all are as expected."""
+    if path.stat().st_mode & stat.S_IWOTH:
+        raise ValueError("every user of this machine may write it, and its kernels are code")
     members = archive.infolist()
     if max(path.stat().st_size, sum(member.file_size for member in members)) > MOST_BYTES or len(members) > MOST_FILES:
         raise ValueError(f"it has more than {MOST_FILES} files, or {MOST_BYTES} bytes")

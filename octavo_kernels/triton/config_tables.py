@@ -15,6 +15,7 @@ import hashlib
 import json
 import logging
 import os
+import typing
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -44,6 +45,12 @@ MEASURED_SOURCES = (
 )
 """The kernels of the tables: after a change in one of these files, all are measured anew."""
 
+RELEASES = ("early", "late", "never")
+"""When the next kernel may start."""
+LIMITS = {"block_n": (1, 1024), "block_k": (1, 8192), "block_t": (0, 1024), "warps": (1, 32)}
+MOST = 1 << 12
+"""Of other numbers, such as programs."""
+
 logger = logging.getLogger(__name__)
 
 
@@ -70,7 +77,7 @@ class ConfigTable:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             with filelock.FileLock(path.with_suffix(".lock")):
-                self.write(path, {**self.read(path), **configs})
+                self.write(path, {**self.read_usable(path), **configs})
         except (OSError, ValueError) as error:
             logger.warning("measured kernels are not kept for the next start: %s", error)
 
@@ -78,6 +85,16 @@ class ConfigTable:
         """The configurations in this file, none without it. Raises ``ValueError`` for an entry that is wrong."""
         entries = _sections(path).get(self.section, {})
         return {key: self.parse(f"{path.name}: {self.section}, {key}", fields) for key, fields in entries.items()}
+
+    def read_usable(self, path: Path) -> dict[str, Any]:
+        """As ``read``, of a file that others may have made: an entry that is wrong is reported and left out."""
+        found = {}
+        for key, fields in _sections(path).get(self.section, {}).items():
+            try:
+                found[key] = self.parse(f"{path.name}: {self.section}, {key}", fields)
+            except ValueError as error:
+                logger.warning("a measured kernel is not used: %s", error)
+        return found
 
     def write(self, path: Path, configs: Mapping[str, Any]) -> None:
         """Replace this section of the file at once, an entry a line; other sections stay."""
@@ -98,13 +115,35 @@ class ConfigTable:
 
     def parse(self, place: str, fields: Mapping[str, Any]) -> Any:
         """The configuration of an entry. Raises ``ValueError``, which names its place, for one that is wrong."""
+        if not isinstance(fields, Mapping):
+            raise ValueError(f"{place}: must be an object")
         kind = str(fields.get("kernel"))
         rest = {name: value for name, value in fields.items() if name != "kernel"}
         try:
-            return None if kind == LIBRARY and not rest else self.kinds[kind](**rest)
+            config = None if kind == LIBRARY and not rest else self.kinds[kind](**rest)
         except (KeyError, TypeError) as error:
             names = ", ".join([*self.kinds, LIBRARY])
             raise ValueError(f"{place}: {error}; kernels are {names}, with their own fields") from None
+        if config is not None:
+            _check_values(place, config)
+        return config
+
+
+def _check_values(place: str, config: Any) -> None:
+    """Raise ``ValueError`` for a field of a configuration that no kernel can have."""
+    for name, kind in typing.get_type_hints(type(config)).items():
+        value, allowed = getattr(config, name), kind.__name__
+        is_right = type(value) is kind
+        if kind is str:
+            allowed, is_right = ", ".join(RELEASES), value in RELEASES
+        elif kind is int and name in LIMITS:
+            least, most = LIMITS[name]
+            allowed = f"a power of two from {least} to {most}"
+            is_right = is_right and least <= value <= most and value & (value - 1) == 0
+        elif kind is int:
+            allowed, is_right = f"a number from 0 to {MOST}", is_right and 0 <= value <= MOST
+        if not is_right:
+            raise ValueError(f"{place}: {name} is {value!r}; it must be {allowed}")
 
 
 def table_path(gpu: str) -> Path:
@@ -131,7 +170,7 @@ def _for_device(table: ConfigTable, device: torch.device) -> dict[str, Any]:
         return {}
     shipped = table.read(table_path(torch.cuda.get_device_name(device)))
     try:
-        own = table.read(own_path(device))
+        own = table.read_usable(own_path(device))
     except (ValueError, OSError) as error:
         logger.warning("kernels measured on this machine are not used: %s", error)
         own = {}
@@ -147,4 +186,10 @@ def _driver_version() -> str:
 
 
 def _sections(path: Path) -> dict[str, dict[str, dict[str, Any]]]:
-    return dict(json.loads(path.read_text())) if path.is_file() else {}
+    try:
+        found = json.loads(path.read_text()) if path.is_file() else {}
+    except RecursionError:
+        found = None
+    if not isinstance(found, dict) or not all(isinstance(entries, dict) for entries in found.values()):
+        raise ValueError(f"{path.name}: must have sections of entries")
+    return found

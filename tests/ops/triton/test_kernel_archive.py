@@ -220,3 +220,13 @@ def test_nothing_is_written_where_measurements_are_damaged(tmp_path: Path) -> No
     with pytest.raises(ValueError, match="measurements"):
         files(tmp_path / "cache").unpack(path)
     assert not (tmp_path / "cache" / FOLDER / "kernel.cubin").exists()
+
+
+def test_a_file_that_everybody_may_write_is_not_trusted(
+    loading: TritonBackend, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = archive(tmp_path / "a.zip", f"cache/{FOLDER}/kernel.cubin")
+    path.chmod(0o666)
+    loading._load(GPU, str(path))
+    assert "a.zip are not used: every user of this machine may write it, and its kernels are code" in caplog.text
+    assert not (tmp_path / "triton").exists()

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 import torch
@@ -37,6 +39,46 @@ def test_a_wrong_entry_is_named(tmp_path: Path, fields: dict[str, object]) -> No
     (tmp_path / "gpu.json").write_text(json.dumps({"linear": {"64x32, 16": fields}}))
     with pytest.raises(ValueError, match=r"gpu.json: linear, 64x32, 16: .*kernels are gemv, skinny, cublas"):
         TABLE.read(tmp_path / "gpu.json")
+
+
+GEMV = {"kernel": "gemv", "rows": 1, "block_k": 1024, "warps": 4}
+WRONG: list[tuple[object, str]] = [
+    ([], "must be an object"),
+    ({**GEMV, "warps": 10**30}, "warps is 1000000000000000000000000000000; it must be a power of two from 1 to 32"),
+    ({**GEMV, "warps": 0}, "warps is 0"),
+    ({**GEMV, "block_k": 1000}, "block_k is 1000; it must be a power of two from 1 to 8192"),
+    ({**GEMV, "block_k": "1024"}, "block_k is '1024'"),
+    ({**GEMV, "programs": -1}, "programs is -1; it must be a number from 0 to 4096"),
+    ({**GEMV, "programs": True}, "programs is True"),
+    ({**GEMV, "rows": 1.5}, "rows is 1.5"),
+    ({**GEMV, "release": "__import__('os')"}, "it must be early, late, never"),
+    ({"kernel": "skinny", "block_n": 64, "block_k": 64, "warps": 4, "stages": 3, "copy_engine": 1}, "must be bool"),
+]
+
+
+@pytest.mark.parametrize(("fields", "reason"), WRONG)
+def test_an_entry_that_no_kernel_can_have_is_left_out_alone(
+    gpu: torch.device, fields: object, reason: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with pytest.raises(ValueError, match=re.escape(reason)):
+        TABLE.parse("here", cast(Any, fields))
+    path = own_path(gpu)
+    path.parent.mkdir(parents=True)
+    path.write_text(json.dumps({"linear": {"64x32, 1": GEMV, "64x32, 16": fields}}))
+    assert TABLE.of(gpu) == {"64x32, 1": GemvConfig(1, 1024, 4)}
+    assert f"{path.name}: linear, 64x32, 16: " in caplog.text
+    TABLE.use({"64x32, 32": {"kernel": "cublas"}}, gpu)
+    assert {*json.loads(path.read_text())["linear"]} == {"64x32, 1", "64x32, 32"}
+
+
+@pytest.mark.parametrize("text", ["[]", '{"linear": []}', "1", "[" * 10**6])
+def test_a_file_of_another_form_is_not_used(gpu: torch.device, text: str, caplog: pytest.LogCaptureFixture) -> None:
+    own_path(gpu).parent.mkdir(parents=True)
+    own_path(gpu).write_text(text)
+    assert TABLE.of(gpu) == {}
+    TABLE.use({"64x32, 32": {"kernel": "cublas"}}, gpu)
+    assert own_path(gpu).read_text() == text
+    assert "must have sections of entries" in caplog.text
 
 
 def test_shipped_tables_can_be_read() -> None:
