@@ -461,7 +461,7 @@ def parse_hf_overrides(text: str | None) -> dict[str, Any]:
     """The members that replace those of a checkpoint's configuration. Raises ``ConfigError``."""
     try:
         value = json.loads(text or "{}")
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"hf_overrides: not valid JSON: {error}") from None
     if not isinstance(value, dict):
         raise ConfigError("hf_overrides: must be a JSON object")

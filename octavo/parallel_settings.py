@@ -13,18 +13,22 @@ from octavo.setting import setting
 class ParallelSettings:
     """The part of the model's settings that says which process has what."""
 
-    tensor_parallel_size: int = setting(1, "processes among which every layer is divided, such as CPU sockets", low=1)
+    tensor_parallel_size: int = setting(
+        1, "processes among which every layer is divided, such as CPU sockets", low=1, high=1024
+    )
     pipeline_parallel_size: int = setting(
         1,
         "groups of tensor_parallel_size processes that have some of the layers each, one group behind the other; for "
         "CPUs",
         low=1,
+        high=1024,
     )
     nnodes: int = setting(
         1,
         "hosts among which the groups of pipeline_parallel_size are divided; on each but the first runs `octavo serve "
         "--headless` with its node_rank",
         low=1,
+        high=1024,
     )
     node_rank: int = setting(0, "number of this host among those of nnodes; 0 serves HTTP", low=0)
     master_addr: str = setting("127.0.0.1", "address of the host with node_rank 0, to which the others connect")

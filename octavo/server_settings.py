@@ -120,7 +120,10 @@ class ServerSettings:
         None, "seconds until an unfinished request ends with 504; its own 'timeout' may be shorter", low=0.001
     )
     request_seed: int | None = setting(
-        None, "seed of requests that give none, whose tokens are then reproducible; default: random", low=0
+        None,
+        "seed of requests that give none, whose tokens are then reproducible; default: random",
+        low=0,
+        high=2**64 - 1,
     )
     max_n: int = setting(128, "most continuations of a prompt that a request may ask for", low=1, high=MAX_N)
     repetition_detection: str | None = setting(
@@ -152,7 +155,10 @@ class ServerSettings:
         None, "seconds without a sign of life of the engine after which /health fails; default: only /ready does", low=1
     )
     data_parallel_size: int = setting(
-        1, "engine processes behind this server, each with its own GPU, or an equal share of the cores", low=1
+        1,
+        "engine processes behind this server, each with its own GPU, or an equal share of the cores",
+        low=1,
+        high=1024,
     )
     data_parallel_router: str = setting(
         "prefix-aware",

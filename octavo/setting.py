@@ -14,6 +14,10 @@ from octavo.errors import ConfigError
 
 SECRETS = frozenset({"api_key", "admin_key", "upstream_api_key", "grpc_api_key", "kv_transfer_key", "node_key"})
 """Settings whose values are never printed or logged."""
+MOST = 10**12
+"""Of a number whose setting has no other bound, in either direction."""
+MOST_REAL = 10**9
+"""The same of fractions: so many seconds are 31 years, and of so many GiB the bytes fit into 63 bits."""
 
 
 def setting(
@@ -25,7 +29,8 @@ def setting(
     is_json: bool = False,
     synonyms: Mapping[str, str] = MappingProxyType({}),
 ) -> Any:
-    """A dataclass field with the metadata of a flag; values range from ``low`` to ``high``, both inclusive.
+    """A dataclass field with the metadata of a flag; values range from ``low`` to ``high``, both inclusive, or as
+    ``MOST`` and ``MOST_REAL`` say.
 
     With ``is_json`` the value is JSON text; Python and YAML may give a mapping instead. ``synonyms`` are values that
     other servers have, and what each becomes: one of the choices, as a rule.
@@ -57,17 +62,20 @@ class Setting(typing.NamedTuple):
             value = json.dumps(value)
         try:
             result = _convert(value, self.type)
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, OverflowError):  # the last of a whole number that is no float
             expected = "a finite number" if self.type is float else self.type.__name__
             raise ConfigError(f"{self.name}: expected {expected}, got {value!r}") from None
         if result in self.synonyms:
             return self.synonyms[result]
         if self.choices and result not in self.choices:
             raise ConfigError(f"{self.name}: {value!r} is not one of {', '.join(self.choices)}")
-        if self.low is not None and not result >= self.low:
-            raise ConfigError(f"{self.name}: must be at least {self.low:.12g}, got {value!r}")
-        if self.high is not None and not result <= self.high:
-            raise ConfigError(f"{self.name}: must be at most {self.high:.12g}, got {value!r}")
+        if self.type in (int, float):
+            most = MOST if self.type is int else MOST_REAL
+            low, high = -most if self.low is None else self.low, most if self.high is None else self.high
+            if result < low:
+                raise ConfigError(f"{self.name}: must be at least {low}, got {value!r}")
+            if result > high:
+                raise ConfigError(f"{self.name}: must be at most {high}, got {value!r}")
         return result
 
 

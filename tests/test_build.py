@@ -95,7 +95,7 @@ def test_overrides_are_read_as_if_the_checkpoint_had_them(folder: Path, tmp_path
     assert info.max_model_len == 256
     assert tokens == generate(tmp_path / "edited")[1]
     assert tokens != generate(folder)[1]
-    for wrong in ("[]", "{"):
+    for wrong in ("[]", "{", "[" * 10**6):
         with pytest.raises(ConfigError, match="hf_overrides"):
             generate(folder, hf_overrides=wrong)
 

@@ -31,6 +31,8 @@ MAX_REQUEST_BYTES = 1024
 """Of a message that a peer sends: a replay request, or a topic."""
 MAX_QUEUED_REQUESTS = 16
 """Replay requests of a peer that wait; it cannot send more."""
+MOST_WAITING = 2**31 - 2
+"""ZMQ counts in 32 bits, and one more."""
 MEDIUM = "GPU"
 """vLLM's name for the main cache, on any device."""
 
@@ -97,8 +99,8 @@ def parse_kv_events_config(text: str) -> KVEventsConfig | None:
         raise ConfigError(f"kv_events_config: {error}") from None
     if config.publisher not in ("zmq", "null"):
         raise ConfigError(f"kv_events_config: publisher {config.publisher!r} is not one of zmq, null")
-    if min(config.buffer_steps, config.hwm, config.max_queue_size) < 1:
-        raise ConfigError("kv_events_config: buffer_steps, hwm and max_queue_size must be at least 1")
+    if not all(0 < size <= MOST_WAITING for size in (config.buffer_steps, config.hwm, config.max_queue_size)):
+        raise ConfigError(f"kv_events_config: buffer_steps, hwm and max_queue_size must be from 1 to {MOST_WAITING}")
     return config if config.enable_kv_cache_events and config.publisher == "zmq" else None
 
 

@@ -250,6 +250,14 @@ def test_the_model_is_also_an_argument() -> None:
         ([], {"OCTAVO_PORT": "x"}, "OCTAVO_PORT: expected int, got 'x'"),
         ([], {"OCTAVO_PORT": ""}, "OCTAVO_PORT: is empty; give a value or unset it"),
         (["--max-num-seqs", "0"], {}, "--max-num-seqs: must be at least 1, got '0'"),
+        (["--kv-transfer-memory", "1e11"], {}, "--kv-transfer-memory: must be at most 1000000000, got '1e11'"),
+        (["--kv-cache-memory", "nan"], {}, "--kv-cache-memory: expected a finite number, got 'nan'"),
+        (
+            ["--data-parallel-size", "1" + "0" * 30],
+            {},
+            f"--data-parallel-size: must be at most 1024, got '1{'0' * 30}'",
+        ),
+        ([], {"OCTAVO_SEED": "-1" + "0" * 30}, f"OCTAVO_SEED: must be at least -1000000000000, got '-1{'0' * 30}'"),
         (["--device", "gpu"], {}, "--device: 'gpu' is not one of auto, cpu, cuda"),
         ([], {"OCTAVO_ENABLE_PREFIX_CACHING": "2"}, "OCTAVO_ENABLE_PREFIX_CACHING: expected bool, got '2'"),
     ],
@@ -258,6 +266,14 @@ def test_a_bad_value_is_reported_under_its_source(argv: list[str], environ: dict
     with pytest.raises(ConfigError) as refused:
         load(*argv, environ=environ)
     assert str(refused.value) == message
+
+
+def test_no_number_is_too_large_for_an_answer() -> None:
+    for item in settings(ServeConfig):
+        if item.type in (int, float):
+            for value in (10**400, -(10**400), "1e300", "9" * 400, float("nan"), float("-inf")):
+                with pytest.raises(ConfigError, match=f"^{item.name}: "):
+                    item.parse(value)
 
 
 def test_an_overridden_bad_value_is_ignored() -> None:

@@ -110,7 +110,7 @@ def test_tenants_are_forgotten() -> None:
     engine.check()
 
 
-@pytest.mark.parametrize("weights", ["a", "a=", "a=0", "a=-1", "=2", "a=inf", "a=nan", "a=x"])
+@pytest.mark.parametrize("weights", ["a", "a=", "a=0", "a=-1", "=2", "a=inf", "a=nan", "a=x", "a=1e308", "a=1e-320"])
 def test_bad_weights_are_refused(weights: str) -> None:
     with pytest.raises(ConfigError, match="tenant_weights"):
         make_engine(settings=SchedulerSettings(scheduling_policy="fair", tenant_weights=weights))

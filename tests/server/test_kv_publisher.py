@@ -179,7 +179,14 @@ def test_a_peer_that_sends_much_is_cut(client: Client) -> None:
 def test_settings_are_checked() -> None:
     assert parse_kv_events_config('{"publisher": "null"}') is None
     assert parse_kv_events_config('{"enable_kv_cache_events": false}') is None
-    for text in ('{"endpoint": 5}', '{"port": 5557}', '{"publisher": "kafka"}', '{"hwm": 0}', "no"):
+    for text in (
+        '{"endpoint": 5}',
+        '{"port": 5557}',
+        '{"publisher": "kafka"}',
+        '{"hwm": 0}',
+        '{"hwm": 2147483647}',
+        "no",
+    ):
         with pytest.raises(ConfigError, match="kv_events_config"):
             parse_kv_events_config(text)
     with pytest.raises(ConfigError, match="prompts of other keys"):

@@ -17,6 +17,7 @@ from octavo.types import Order, Plan, Sampled, Sequence
 
 OUTPUT_WEIGHT = 2.0
 """Cost of an output token in prompt tokens, as in the paper."""
+LEAST_WEIGHT = 1e-6
 MAX_REMEMBERED = 4096
 """Most tenants whose counters are kept while they have no requests."""
 
@@ -193,7 +194,7 @@ def parse_weights(text: str) -> dict[str, float]:
             weight = float(number)
         except ValueError:
             weight = 0.0
-        if not name or not 0 < weight < float("inf"):
-            raise ConfigError(f"tenant_weights: {part!r} is not NAME=WEIGHT with a weight above 0")
+        if not name or not LEAST_WEIGHT <= weight <= 1 / LEAST_WEIGHT:
+            raise ConfigError(f"tenant_weights: {part!r} is not NAME=WEIGHT with a weight from 0.000001 to 1000000")
         weights[name.strip()] = weight
     return weights
