@@ -11,7 +11,6 @@ guesses it: some, such as playlists, would open other files.
 
 from __future__ import annotations
 
-import contextlib
 import io
 import json
 import warnings
@@ -22,7 +21,7 @@ from typing import Any
 from PIL import Image, ImageOps
 
 from octavo.errors import CANCELLATIONS
-from octavo.images.resizing import ImageRefused
+from octavo.images.resizing import ImageRefused, refusing
 from octavo.images.tiling import joined, tiled
 from octavo.images.videos import Frames, for_frames, sampled
 from octavo.system.child_worker import FAILED, LENGTH, REFUSED, RENDERED, ChildWorker, described, start
@@ -46,22 +45,9 @@ Image.MAX_IMAGE_PIXELS = None  # the number is checked here
 warnings.simplefilter("ignore")
 
 
-@contextlib.contextmanager
-def _refused(message: str) -> Iterator[None]:
-    """Raise ``ImageRefused`` with ``message`` for whatever a damaged file makes a library raise in this block."""
-    try:
-        yield
-    except (MemoryError, ImageRefused):
-        raise
-    except CANCELLATIONS:
-        raise
-    except BaseException as error:
-        raise ImageRefused(f"{message} ({type(error).__name__})") from None
-
-
 def opened(data: bytes, kind: str = IMAGE) -> Image.Image:
     """The image of which only the header is read. Raises ``ImageRefused``."""
-    with _refused(f"is not {kind} that can be read"):
+    with refusing(f"is not {kind} that can be read"):
         image = Image.open(io.BytesIO(data), formats=FORMATS)
         width, height = image.size
     if width * height > MOST_PIXELS:
@@ -73,7 +59,7 @@ def opened(data: bytes, kind: str = IMAGE) -> Image.Image:
 
 def as_rgb(image: Image.Image) -> Image.Image:
     """The first frame, upright, in RGB of 8 bits; what is transparent is white. Raises ``ImageRefused``."""
-    with _refused("is damaged and cannot be decoded"):
+    with refusing("is damaged and cannot be decoded"):
         image.load()
         turned = ImageOps.exif_transpose(image)
         if turned.mode in SIXTEEN_BITS:
@@ -153,7 +139,7 @@ def _of_animation(data: bytes, choose: Choose) -> Iterator[Image.Image]:
 
 
 def _seek(image: Image.Image, place: int) -> None:
-    with _refused(f"is damaged: frame {place} cannot be decoded"):
+    with refusing(f"is damaged: frame {place} cannot be decoded"):
         image.seek(place)
         image.load()
 
@@ -163,7 +149,7 @@ def _of_container(data: bytes, format: str, choose: Choose) -> Iterator[Image.Im
         import av  # only here: most servers get no videos
     except ImportError:
         raise ImageRefused(NEEDS_PYAV) from None
-    with _refused("is damaged and cannot be decoded"), av.open(io.BytesIO(data), format=format) as container:
+    with refusing("is damaged and cannot be decoded"), av.open(io.BytesIO(data), format=format) as container:
         yield from _decoded(container, choose)
 
 

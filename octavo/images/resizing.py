@@ -5,9 +5,12 @@ Each rule is that of the family's own processor, as published with its checkpoin
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
+
+from octavo.errors import CANCELLATIONS
 
 MOST_RATIO = 200
 """Of the sides of an image."""
@@ -15,6 +18,19 @@ MOST_RATIO = 200
 
 class ImageRefused(ValueError):
     """An image that cannot be prepared. The message is for the client."""
+
+
+@contextlib.contextmanager
+def refusing(message: str) -> Iterator[None]:
+    """Raise ``ImageRefused`` with ``message`` for whatever a damaged file makes a library raise in this block."""
+    try:
+        yield
+    except (MemoryError, ImageRefused):
+        raise
+    except CANCELLATIONS:
+        raise
+    except BaseException as error:
+        raise ImageRefused(f"{message} ({type(error).__name__})") from None
 
 
 def refuse_long(height: int, width: int) -> None:
