@@ -6,7 +6,8 @@ its settings (4 bytes, big-endian), these in JSON, and the file; an answer is th
 
 The question about a video has ``sizes`` among its settings, those of its files: a video, or its frames as images.
 Animations are read by Pillow and other videos by PyAV, if that is installed. FFmpeg is told the format and never
-guesses it: some, such as playlists, would open other files.
+guesses it: some, such as playlists, would open other files. That about a sound has ``audio``, with the ``rate`` and
+``most_seconds`` of ``samples_of``; the answer's shape is [1, 1, samples].
 """
 
 from __future__ import annotations
@@ -178,14 +179,24 @@ def _decoded(container: Any, choose: Choose) -> Iterator[Image.Image]:
         total = count  # the other packets show nothing, as VP8's references, or need frames that were cut off
 
 
+def sound(data: bytes, settings: dict[str, Any]) -> tuple[list[tuple[int, int, int]], bytes]:
+    """The shape of the samples of a sound file, and these. Raises ``ImageRefused``."""
+    from octavo.images.audio_files import SAMPLE_BYTES, samples_of  # only here: images need no numpy
+
+    samples = samples_of(data, **settings)
+    return [(1, 1, len(samples) // SAMPLE_BYTES)], samples
+
+
 def serve(question: bytes) -> tuple[bytes, bytes]:
-    """The prepared image or video, or why there is none."""
+    """The prepared image, video or sound, or why there is none."""
     (size,) = LENGTH.unpack_from(question)
     settings = json.loads(question[LENGTH.size : LENGTH.size + size])
     content = question[LENGTH.size + size :]
     head: Any
     try:
-        if "sizes" in settings:
+        if "audio" in settings:
+            head, pixels = sound(content, settings["audio"])
+        elif "sizes" in settings:
             ends = accumulate(settings["sizes"], initial=0)
             files = [content[start:end] for start, end in pairwise(ends)]
             *head, pixels = prepared_frames(files, settings)
