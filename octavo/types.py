@@ -39,8 +39,12 @@ ON_DEVICE = -1
 """In place of a draft's token id: the draft that the executor's drafter made after the sequence's last step."""
 
 
+AUDIO_DETAILS = (-1,)
+"""The details of audio."""
+
+
 class ImageInput(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """An image in a prompt: its placeholders, and its pixels as the vision tower takes them."""
+    """An image in a prompt, or audio: its placeholders, and its pixels or samples as the tower takes them."""
 
     start: int  # position of the first placeholder
     num_tokens: int
@@ -50,8 +54,8 @@ class ImageInput(msgspec.Struct, frozen=True, array_like=True, gc=False):
     digest: bytes
     """SHA-256 of all that the embeddings depend on: pixels, shape, details and the settings of the tower."""
     shape: tuple[int, int, int]
-    """Tiles or frames, and rows and columns of pixels of each."""
-    pixels: bytes  # uint8, RGB
+    """Tiles or frames, and rows and columns of pixels of each; of audio 1, 1 and the number of samples."""
+    pixels: bytes  # uint8, RGB; of audio samples of 24 bits, the lowest byte first
     details: tuple[int, ...] = ()
     """What else the family's tower has to know."""
     grid: tuple[int, int] | None = None

@@ -208,7 +208,7 @@ class Admission:
         return prompts_and_limits
 
     async def _prepared(self, client_request: ClientRequest) -> list[PreparedMedia]:
-        """The images and videos of the prompt."""
+        """The images, videos and audio of the prompt."""
         parts = images_of(client_request.prompts[0]) if client_request.prompts else []
         if not parts:
             return []
@@ -467,7 +467,7 @@ class Admission:
 
 
 def images_of(source: PromptSource) -> Sequence[Part]:
-    """The parts of a prompt that are images or videos, and where each is in the request."""
+    """The parts of a prompt that are images, videos or audio, and where each is in the request."""
     found: Sequence[Part] = getattr(source, "images", ())
     return found
 

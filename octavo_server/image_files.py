@@ -1,4 +1,4 @@
-"""The images and videos of requests: from a data: URL, an uploaded file or an allowed host to resized pixels.
+"""The images, videos and audio of requests: from a data: URL, an uploaded file or an allowed host to resized pixels.
 
 Nothing is fetched from hosts that ``--allowed-media-domains`` does not name. A name is resolved once, all of its
 addresses must be public ones, the connection goes to one of these, and redirects are not followed: so neither a page of
@@ -25,9 +25,9 @@ import httpx
 from octavo.config import ModelSettings
 from octavo.errors import InvalidParameter
 from octavo.images.preparer import ImagePreparer, PreparedMedia, placed, preparer_of
-from octavo.images.processors import PreparedImage, PreparedVideo
+from octavo.images.processors import PreparedClip, PreparedImage
 from octavo.server_settings import ServerSettings
-from octavo.text.chat_messages import VIDEO_PARTS
+from octavo.text.chat_messages import KINDS
 from octavo.text.conversation import ChatPrompt, ImageText
 from octavo.types import ImageInput
 from octavo_server.tenants.turn_queue import Places
@@ -49,7 +49,7 @@ MARKDOWN_IMAGE = re.compile(r"!\[[^\]\n]*\]\(([^()\s]+)\)")
 """How Text Generation Inference writes an image in a prompt."""
 
 Part = tuple[Mapping[str, Any], str]
-"""A part of a message that is an image or a video, and where it is in the request."""
+"""A part of a message that is an image, a video or audio, and where it is in the request."""
 ReadFile = Callable[[str], Awaitable[bytes | None]]
 """Reads a caller's uploaded file by id; ``None`` if there is none."""
 Resolve = Callable[[str, int], Awaitable[list[str]]]
@@ -108,6 +108,20 @@ def video_sources(part: Part) -> tuple[list[Source], float | None]:
     return frames, rate
 
 
+def audio_source(part: Part) -> Source:
+    """Where audio is: ``input_audio`` with its bytes in base64, or ``audio_url``. Raises ``InvalidParameter``."""
+    given, where = part
+    audio = given.get("input_audio", given.get("audio_url", given.get("audio")))
+    if isinstance(audio, Mapping) and isinstance(data := audio.get("data"), str):
+        return Source("data", f"data:audio/{audio.get('format') or 'wav'};base64,{data}", "auto", where)
+    return source_of(({"image": audio, "file_id": given.get("file_id")}, where), "audio")
+
+
+def kind_of(part: Part) -> str:
+    """Whether a part is an "image", a "video" or "audio"; TGI's images in texts have no type."""
+    return KINDS.get(str(part[0].get("type")), "image")
+
+
 class MarkedText:
     """A text of a client with images, for models whose prompts have images anywhere."""
 
@@ -121,17 +135,22 @@ class MarkedText:
 
 
 class KeptImages:
-    """The images that were prepared last, by who sent them: how soon an answer comes tells nobody what others sent."""
+    """The images and audio that were prepared last, by who sent them: how soon an answer comes tells nobody what others
+    sent."""
 
     def __init__(self, most_bytes: int = MOST_KEPT_BYTES) -> None:
         self._most, self._num_bytes = most_bytes, 0
-        self._images: OrderedDict[tuple[str, str, bytes], PreparedImage] = OrderedDict()
+        self._images: OrderedDict[tuple[str, str, bytes], PreparedMedia] = OrderedDict()
 
     async def prepared(
-        self, owner: str, preparer: ImagePreparer, source: Source, read: Callable[[], Awaitable[bytes]]
-    ) -> PreparedImage:
-        """The image of a source, prepared unless it is kept; ``read`` gives its bytes. A data: URL that is known is not
-        decoded. Raises as ``read`` and ``ImagePreparer.prepare`` do."""
+        self,
+        owner: str,
+        source: Source,
+        read: Callable[[], Awaitable[bytes]],
+        prepare: Callable[[bytes], PreparedMedia],
+    ) -> PreparedMedia:
+        """The image or audio of a source, prepared unless it is kept; ``read`` gives its bytes. A data: URL that is
+        known is not decoded. Raises as ``read`` and ``prepare``, which is called in a thread, do."""
         given = source.value if source.kind == "data" else await read()
         digest = await asyncio.to_thread(_digest, given)
         key = owner, source.detail, digest
@@ -139,13 +158,18 @@ class KeptImages:
             self._images.move_to_end(key)
             return self._images[key]
         data = await read() if isinstance(given, str) else given
-        image = await asyncio.to_thread(preparer.prepare, data, source.detail, source.where)
+        image = await asyncio.to_thread(prepare, data)
         if key not in self._images:  # else it came twice at once
             self._images[key] = image
-            self._num_bytes += len(image.pixels)
+            self._num_bytes += num_bytes_of(image)
             while self._num_bytes > self._most:
-                self._num_bytes -= len(self._images.popitem(last=False)[1].pixels)
+                self._num_bytes -= num_bytes_of(self._images.popitem(last=False)[1])
         return image
+
+
+def num_bytes_of(media: PreparedMedia) -> int:
+    """The bytes of an image, or of all that a video or audio has."""
+    return sum(len(image.pixels) for image in (media.images if isinstance(media, PreparedClip) else [media]))
 
 
 def _digest(content: str | bytes) -> bytes:
@@ -186,21 +210,23 @@ class ImageFiles:
         return None if self.preparer is None else self.preparer.processor.image_text
 
     async def prepare(self, parts: Sequence[Part], owner: str, read_file: ReadFile | None) -> list[PreparedMedia]:
-        """The images and videos, resized, in the order of ``parts``. Raises ``RequestError``."""
+        """The images and videos, resized, and audio, in the order of ``parts``. Raises ``RequestError``."""
         preparer = self.preparer
         assert preparer is not None, "only models with a tower have parts that are images"
         if len(parts) > self._most_images:
-            message = f"A request may have {self._most_images} images or videos; this one has {len(parts)}."
+            message = f"A request may have {self._most_images} images, videos or audio; this one has {len(parts)}."
             raise InvalidParameter("messages", message)
         found: list[PreparedMedia] = []
-        num_bytes, num_images = 0, sum(part[0].get("type") not in VIDEO_PARTS for part in parts)
+        num_bytes, num_images = 0, sum(kind_of(part) == "image" for part in parts)
         for part in parts:
             async with self._places.place(owner):
                 media = await self._prepared(preparer, part, num_images, owner, read_file)
-            images = media.images if isinstance(media, PreparedVideo) else [media]
-            num_bytes += sum(len(image.pixels) for image in images)
+            num_bytes += num_bytes_of(media)
             if num_bytes > MOST_PREPARED_BYTES:
-                message = f"The images of the request have more than {MOST_PREPARED_BYTES >> 20} MiB after resizing."
+                what = "images" if num_images else "videos and audio"
+                message = (
+                    f"The {what} of the request have more than {MOST_PREPARED_BYTES >> 20} MiB once they are read."
+                )
                 raise InvalidParameter("messages", message)
             found.append(media)
         return found
@@ -208,10 +234,20 @@ class ImageFiles:
     async def _prepared(
         self, preparer: ImagePreparer, part: Part, num_images: int, owner: str, read_file: ReadFile | None
     ) -> PreparedMedia:
-        if part[0].get("type") not in VIDEO_PARTS:
-            source = source_of(part)
-            source = source._replace(detail=preparer.processor.detail_of(source.detail, num_images))
-            return await self._kept.prepared(owner, preparer, source, lambda: self._content(source, read_file))
+        kind = kind_of(part)
+        if kind != "video":
+            source = source_of(part) if kind == "image" else audio_source(part)
+            detail = preparer.processor.detail_of(source.detail, num_images) if kind == "image" else kind
+            return await self._kept.prepared(
+                owner,
+                source._replace(detail=detail),
+                lambda: self._content(source, read_file),
+                lambda data: (
+                    preparer.prepare(data, detail, source.where)
+                    if kind == "image"
+                    else preparer.prepare_audio(data, source.where)
+                ),
+            )
         sources, rate = video_sources(part)
         files = [await self._content(source, read_file) for source in sources]
         if (num_bytes := sum(map(len, files))) > self._most_bytes:
@@ -261,7 +297,7 @@ class ImageFiles:
         host, port, scheme = self._allowed(source)
         address = await self._address(host, port, source)
         url = httpx.URL(source.value).copy_with(host=address, port=port, scheme=scheme)
-        headers = {"host": host if port == PORTS[scheme] else f"{host}:{port}", "accept": "image/*, video/*"}
+        headers = {"host": host if port == PORTS[scheme] else f"{host}:{port}", "accept": "image/*, video/*, audio/*"}
         timeout = httpx.Timeout(FETCH_SECONDS)
         async with httpx.AsyncClient(follow_redirects=False, trust_env=False, timeout=timeout) as client:
             request = client.build_request("GET", url, headers=headers, extensions={"sni_hostname": host})

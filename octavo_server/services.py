@@ -196,14 +196,14 @@ class ModelServices:
             self.admission.grammars.start_process()
 
     @property
-    def takes_images(self) -> bool:
-        """Whether the model reads images."""
-        return self.admission.image_text is not None
+    def takes(self) -> tuple[str, ...]:
+        """What the model reads besides text: of "image", "video" and "audio"."""
+        return tuple(self.admission.image_text.placeholders) if self.admission.image_text else ()
 
     @property
-    def takes_videos(self) -> bool:
-        """Whether the model reads videos."""
-        return bool(self.admission.image_text and self.admission.image_text.video)
+    def takes_images(self) -> bool:
+        """Whether the model reads images."""
+        return "image" in self.takes
 
     @property
     def model_name(self) -> str:

@@ -1,4 +1,4 @@
-"""Builds the part of an engine that takes images: the tower, the pool of embeddings, and what the scheduler knows."""
+"""Builds the part of an engine that takes images or audio: towers, the pool of embeddings, what the scheduler knows."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ import torch
 from octavo.config import EngineConfig
 from octavo.engine.sequence_images import ImageSettings
 from octavo.errors import CheckpointError
+from octavo.images.audio import RATE, AudioForm
 from octavo.images.families import read_processor
 from octavo.images.processors import ImageProcessor
 from octavo.models.meta_model import Outline
@@ -27,6 +28,7 @@ from octavo.quant.checkpoint_tensors import TensorSource
 from octavo.quant.stored.stored_weight import WeightFormat
 from octavo.runtime.executors.embedding_pool import GRAPH_PIXELS, EmbeddingPool, pool_bytes
 from octavo.steps.limits import StepLimits
+from octavo.types import AUDIO_DETAILS
 from octavo.weights.checkpoint import Checkpoint
 from octavo.weights.gguf.gguf_checkpoint import ProjectorTensors
 from octavo.weights.gguf.gguf_reader import vocabulary
@@ -112,7 +114,9 @@ def load_vision(
     loaded = load_tower(values, found, source, form)
     longest = config.model.max_model_len or model.max_position_embeddings
     num_slots = max(found.longest, min(longest, MOST_SLOTS[form.kernel_device]))
-    logger.info("the model takes images: %d M parameters, %d slots", loaded.num_parameters // 1_000_000, num_slots)
+    logger.info(
+        "the model takes images or audio: %d M parameters, %d slots", loaded.num_parameters // 1_000_000, num_slots
+    )
     temporary, of_graphs = measured_bytes(loaded, processor, num_slots, form)
     return Vision(loaded, processor, num_slots, form, temporary, 0 if config.model.enforce_eager else of_graphs)
 
@@ -125,6 +129,9 @@ def measured_bytes(
     libraries that are slow when first called, which is done here, before the first request."""
     if form.device.type != GPU:
         return 0, 0
+    of_audio = audio_bytes(loaded.tower, processor.limited(num_slots).audio, form)
+    if not processor.takes_images:
+        return of_audio, 0
     from PIL import Image  # only here: most models take no images
 
     from octavo.images.tiling import joined, size_of, tiled
@@ -147,9 +154,24 @@ def measured_bytes(
     torch.cuda.empty_cache()
     if not processor.side:
         most = max(num_colours(Image.new("RGB", size)) for size in SHAPES)
-        return -(-taken * max(most, pixels.numel()) // pixels.numel()), of_graphs
+        return max(of_audio, -(-taken * max(most, pixels.numel()) // pixels.numel())), of_graphs
     rows, columns = size_of(LARGEST, LARGEST, processor.limited(num_slots).settings_for("auto"))
-    return taken * max(1, -(-min(num_slots, rows * columns // processor.side**2) // made)), of_graphs
+    of_largest = taken * max(1, -(-min(num_slots, rows * columns // processor.side**2) // made))
+    return max(of_audio, of_largest), of_graphs
+
+
+def audio_bytes(tower: Tower, audio: AudioForm | None, form: WeightFormat) -> int:
+    """Bytes of a GPU that computing the longest audio takes; 0 for a model that takes none."""
+    if audio is None:
+        return 0
+    samples = torch.zeros(1, 1, int(audio.most_seconds * RATE), 3, dtype=torch.uint8, device=form.device)
+    before = torch.cuda.memory_allocated(form.device)
+    torch.cuda.reset_peak_memory_stats(form.device)
+    with torch.inference_mode():
+        tower(Pixels(samples, AUDIO_DETAILS, (), ()))
+    taken = torch.cuda.max_memory_allocated(form.device) - before
+    torch.cuda.empty_cache()
+    return taken
 
 
 def runs_ahead(tower: Tower, image: Pixels) -> bool:

@@ -84,12 +84,14 @@ def rope_shifts(images: list[ImageInput], num_tokens: int, num_axes: int) -> tup
 
     As in Qwen2-VL (arXiv 2409.12191): text counts on all axes. Of an image that begins at rotary position p, row r and
     column c are at (p, p + r, p + c), those of a frame t later in its video at (p + t, p + r, p + c), and what follows
-    begins behind the largest of these.
+    begins behind the largest of these. Audio counts as text does.
     """
     shifts_AP = np.zeros((num_axes, num_tokens), np.int64)
     shift = first = next_position = 0
     for image in images if num_axes else []:
-        rows, columns = image.grid or (1, image.num_tokens)
+        if image.grid is None:
+            continue
+        rows, columns = image.grid
         start, end = image.start, image.start + image.num_tokens
         if image.elapsed is None:
             first = next_position = start + shift

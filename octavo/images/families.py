@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from octavo.errors import CheckpointError
+from octavo.images.audio import read_audio_form
 from octavo.images.pixel_scaling import (
     CLIP_DEVIATION,
     CLIP_MEAN,
@@ -53,6 +54,10 @@ LLAVA_POINTS = [[336, 672], [672, 336], [672, 672], [1008, 336], [336, 1008]]
 GLM_SIZE = {"shortest_edge": 112 * 112, "longest_edge": 28 * 28 * 15_000}
 
 
+WITHOUT_IMAGES = ImageProcessor(settings={"rule": ""}, mean=ZEROS, deviation=ONES, placeholder="", token=-1)
+"""Of a model that reads audio and no images."""
+
+
 def read_processor(folder: Path) -> ImageProcessor | None:
     """The processor of the checkpoint in a folder or a GGUF file; ``None`` if it takes no images, or if its family is
     not known.
@@ -72,16 +77,19 @@ def _processor(folder: Path) -> ImageProcessor | None:
         tokens = vocabulary(folder)
         config, given = projector.config({}, tokens), projector.processing
         video: dict[str, Any] = {}
+        audio = None
         known = {LINE_TOKENS.get(text, text): number for number, text in enumerate(tokens)}
     else:
         config = with_architecture(_read(folder, "config.json"))
-        own = _read(folder, "processor_config.json")
-        given, known = own.get("image_processor") or _read(folder, "preprocessor_config.json"), _tokens(folder)
+        own, older = _read(folder, "processor_config.json"), _read(folder, "preprocessor_config.json")
+        given, known = own.get("image_processor") or older, _tokens(folder)
+        audio = read_audio_form(config, own.get("feature_extractor") or older, known)
         video = own.get(VIDEO) or _read(folder, "video_preprocessor_config.json")
     make = PROCESSORS.get(str((config.get("architectures") or [None])[0]))
-    if make is None or not config.get("vision_config"):
-        return None
-    if (found := make({**config, TOKENS: known, VIDEO: video}, given)) is None:
+    found = make({**config, TOKENS: known, VIDEO: video}, given) if make and config.get("vision_config") else None
+    if audio is not None:
+        found = dataclasses.replace(found or WITHOUT_IMAGES, audio=audio)
+    if found is None:
         return None
     for key, value in (("image_mean", found.mean), ("image_std", found.deviation)):
         of_images = tuple(given.get(key) or value)

@@ -10,8 +10,9 @@ from typing import Any
 
 from octavo.config import ModelSettings
 from octavo.errors import InvalidParameter
+from octavo.images.audio import RATE
 from octavo.images.families import read_processor
-from octavo.images.processors import ImageProcessor, PreparedImage, PreparedVideo
+from octavo.images.processors import ImageProcessor, PreparedClip, PreparedImage
 from octavo.images.videos import Frames
 from octavo.system.child_process import ChildLost, ChildProcess
 from octavo.system.child_worker import LENGTH, REFUSED, RENDERED
@@ -27,11 +28,11 @@ MAX_MEMORY = 1 << 30
 MAX_OUTPUT = 256 << 20
 MAX_PROCESSES = 4
 
-PreparedMedia = PreparedImage | PreparedVideo
+PreparedMedia = PreparedImage | PreparedClip
 
 
 class ImagePreparer:
-    """Decodes and resizes images for one model, in a few child processes. Thread-safe; calls block."""
+    """Decodes images and audio for one model in a few child processes. Thread-safe; calls block."""
 
     def __init__(self, processor: ImageProcessor, *, max_seconds: float = MAX_SECONDS) -> None:
         self.processor = processor
@@ -51,7 +52,7 @@ class ImagePreparer:
         _ = image.digest  # here, in the caller's thread: some milliseconds
         return image
 
-    def prepare_video(self, files: Sequence[bytes], rate: float | None, where: str) -> PreparedVideo:
+    def prepare_video(self, files: Sequence[bytes], rate: float | None, where: str) -> PreparedClip:
         """Prepare a video: one file, or frames as images, ``rate`` a second. Raises as ``prepare`` does."""
         form, name = self.processor.video, f"'{where}': the video"
         if form is None:
@@ -59,6 +60,17 @@ class ImagePreparer:
         settings = {**form.settings, "group": form.group, "rate": rate, "sizes": [len(file) for file in files]}
         (shape, places, total, frame_rate), pixels = self._ask(settings, b"".join(files), name)
         return self.processor.video_of(Frames(tuple(shape), places, total, frame_rate, pixels))
+
+    def prepare_audio(self, data: bytes, where: str) -> PreparedClip:
+        """Prepare the audio in a file. Raises as ``prepare`` does."""
+        form = self.processor.audio
+        if form is None:
+            raise InvalidParameter("messages", f"'{where}': this model takes no audio.")
+        settings = {"audio": {"rate": RATE, "most_seconds": form.most_seconds}}
+        _, samples = self._ask(settings, data, f"'{where}': the audio")
+        clip = self.processor.audio_of(samples)
+        _ = clip.images[0].digest  # as for an image
+        return clip
 
     def _ask(self, settings: dict[str, Any], data: bytes, name: str) -> tuple[list[Any], bytes]:
         """A child's answer about files: what is said of the pixels, and these."""
@@ -88,14 +100,14 @@ class ImagePreparer:
 
 
 def read_by_model(prompt: ChatPrompt, media: Mapping[int, PreparedMedia]) -> tuple[ChatPrompt, list[PreparedImage]]:
-    """A prompt with what the model reads in place of its videos, and all images in the order of their placeholders.
-    ``media``: by number in the conversation."""
+    """A prompt with what the model reads in place of its videos and audio, and all images in the order of their
+    placeholders. ``media``: by number in the conversation."""
     images: list[PreparedImage] = []
     for number in prompt.images:
         found = media[number]
-        images += found.images if isinstance(found, PreparedVideo) else [found]
-    videos = {number: found.written for number, found in media.items() if isinstance(found, PreparedVideo)}
-    return prompt.with_videos(videos), images
+        images += found.images if isinstance(found, PreparedClip) else [found]
+    clips = {number: found.written for number, found in media.items() if isinstance(found, PreparedClip)}
+    return prompt.with_clips(clips), images
 
 
 def placed(
@@ -107,8 +119,9 @@ def placed(
     """
     if not images:
         return tokens, []
-    places = [place for place, token in enumerate(tokens) if token == processor.token]
-    if len(places) != len(images):
+    of_media = {processor.token_of(image) for image in images}
+    places = [place for place, token in enumerate(tokens) if token in of_media]
+    if [tokens[place] for place in places] != [processor.token_of(image) for image in images]:
         message = f"The prompt has places for {len(places)} images, and there are {len(images)}."
         raise InvalidParameter("messages", message)
     if processor.is_prefix and len(images) > 1:

@@ -1,4 +1,4 @@
-"""How a model's images are resized, and what stands for them in a prompt."""
+"""How a model's images are resized, and what stands for them, and for videos and audio, in a prompt."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ from typing import Any
 
 import msgspec
 
+from octavo.images.audio import SAMPLE_BYTES, AudioForm
 from octavo.images.resizing import limited, low
 from octavo.images.videos import Frames, VideoForm
 from octavo.text.conversation import ImageText
-from octavo.types import ImageInput
+from octavo.types import AUDIO_DETAILS, ImageInput
 
 PIXTRAL_ENDS = "[IMG_BREAK]", "[IMG_END]"
 AROUND_TILE, WHOLE, LINE, LINES = "<fake_token_around_image>", "<global-img>", "\n", "\n\n"
@@ -33,7 +34,7 @@ LFM_PLACE, LFM_WHOLE = "<|img_row_{}_col_{}|>", "<|img_thumbnail|>"
 
 @dataclass(frozen=True)
 class PreparedImage:
-    """A resized image."""
+    """A resized image, or audio: its samples are its pixels."""
 
     shape: tuple[int, int, int]
     details: tuple[int, ...]
@@ -46,10 +47,14 @@ class PreparedImage:
         """SHA-256 of the pixels."""
         return hashlib.sha256(self.pixels).digest()
 
+    @property
+    def is_audio(self) -> bool:
+        return self.details == AUDIO_DETAILS
+
 
 @dataclass(frozen=True)
-class PreparedVideo:
-    """The frames of a video as images, and what the model reads in place of the video's placeholder."""
+class PreparedClip:
+    """The frames of a video as images, or audio, and what the model reads in place of its placeholder."""
 
     images: list[PreparedImage]
     written: str
@@ -202,6 +207,13 @@ class ImageProcessor:
     """The ids that stand for an image."""
     video: VideoForm | None = None
     """``None`` for a family that has no videos."""
+    audio: AudioForm | None = None
+    """``None`` for a family that has no audio."""
+
+    @property
+    def takes_images(self) -> bool:
+        """Whether the model reads images, and not audio alone."""
+        return bool(self.placeholder)
 
     @property
     def most_tokens(self) -> int:
@@ -212,7 +224,8 @@ class ImageProcessor:
     def image_text(self) -> ImageText:
         """How prompts have images."""
         alone = f"{self.around[0]}{self.written}{self.around[1]}"
-        return ImageText(self.placeholder, self.written, alone, self.video.placeholder if self.video else "")
+        video, audio = (form.placeholder if form else "" for form in (self.video, self.audio))
+        return ImageText(self.placeholder, self.written, alone, video, audio)
 
     @property
     def written(self) -> str:
@@ -230,9 +243,11 @@ class ImageProcessor:
     def limited(self, most_tokens: int) -> ImageProcessor:
         """A processor whose images have no more than so many tokens, as far as their size can be chosen."""
         video = self.video and self.video.limited(most_tokens)
-        return dataclasses.replace(self, settings=limited(dict(self.settings), most_tokens), video=video)
+        audio = self.audio and self.audio.limited(most_tokens)
+        settings = limited(dict(self.settings), most_tokens)
+        return dataclasses.replace(self, settings=settings, video=video, audio=audio)
 
-    def video_of(self, frames: Frames) -> PreparedVideo:
+    def video_of(self, frames: Frames) -> PreparedClip:
         """A video of a family that has any; frames that are missing in the last group are like the last one."""
         assert self.video is not None
         count, rows, columns = frames.shape
@@ -245,11 +260,25 @@ class ImageProcessor:
             details = self.video.details(start + group >= count)
             elapsed = self.video.elapsed(frames, start // group)
             images.append(PreparedImage((len(members), rows, columns), details, pixels, elapsed))
-        return PreparedVideo(images, self.video.written(frames, self.token_text or self.placeholder))
+        return PreparedClip(images, self.video.written(frames, self.token_text or self.placeholder))
+
+    def audio_of(self, samples: bytes) -> PreparedClip:
+        """Audio, of samples as ``ImageInput`` has them, for a family that has any."""
+        assert self.audio is not None
+        samples = samples.ljust(self.audio.least_samples * SAMPLE_BYTES, b"\0")
+        image = PreparedImage((1, 1, len(samples) // SAMPLE_BYTES), AUDIO_DETAILS, samples)
+        return PreparedClip([image], self.audio.written)
 
     def tokens(self, image: PreparedImage) -> list[int]:
-        """The ids that stand for an image."""
+        """The ids that stand for an image or audio."""
+        if image.is_audio:
+            assert self.audio is not None
+            return [self.audio.token] * self.audio.count(image.shape[2])
         return self.layout(self, image)
+
+    def token_of(self, image: PreparedImage) -> int:
+        """The id at the position of each embedding."""
+        return self.audio.token if image.is_audio and self.audio is not None else self.token
 
     def number(self, index: int) -> list[int]:
         """The ids before the image with this index in the prompt (MiniCPM-V)."""
@@ -265,12 +294,12 @@ class ImageProcessor:
         return ImageInput(
             start,
             len(self.tokens(image)),
-            self.token,
+            self.token_of(image),
             digest,
             image.shape,
             image.pixels,
             image.details,
-            grid=self.grid(image) if self.has_grid else None,
+            grid=self.grid(image) if self.has_grid and not image.is_audio else None,
             elapsed=image.elapsed,
         )
 

@@ -20,7 +20,7 @@ from octavo.images.preparer import preparer_of, read_by_model
 from octavo.llm.adapters import Adapter, adapters_of, chosen
 from octavo.llm.beam_search import BeamSearchOutput, search_beams
 from octavo.llm.continuations import GenerationJob
-from octavo.llm.image_inputs import file_of, files_of, source_in
+from octavo.llm.image_inputs import audio_file_of, file_of, files_of, source_in
 from octavo.llm.live_requests import LiveRequests
 from octavo.llm.loading import build, settle
 from octavo.llm.outputs import (
@@ -49,6 +49,7 @@ from octavo.llm.prompts import (
 from octavo.llm.vllm_arguments import VLLMArguments, adapter_of, check_names, priorities
 from octavo.sampling_params import SamplingParams
 from octavo.system.garbage_collection import collecting_seldom
+from octavo.text.chat_messages import KINDS
 from octavo.text.chat_template import load_chat_template
 from octavo.text.conversation import Conversation
 from octavo.text.embedding_vectors import Floats, check_dimensions, cosine, late_interaction, pairs_of, results_of
@@ -251,8 +252,8 @@ class LLM:
         """Token ids of a conversation rendered by the model's chat template, ready for the answer.
 
         ``chat_template_kwargs`` are further variables of the template. One token stands for each image and for
-        each part of a video. Raises ``InvalidParameter`` if the model has no chat template or the template rejects the
-        messages.
+        each part of a video or of audio. Raises ``InvalidParameter`` if the model has no chat template or the template
+        rejects the messages.
         """
         prompt = self.chat_prompt(messages, chat_template_kwargs, tools, add_generation_prompt, continue_final_message)
         tokens: list[int] = prompt["prompt_token_ids"]
@@ -266,7 +267,7 @@ class LLM:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
     ) -> dict[str, Any]:
-        """A conversation, with its images and videos, as a prompt for ``generate`` and ``stream``; errors as
+        """A conversation, with its images, videos and audio, as a prompt for ``generate`` and ``stream``; errors as
         ``render_chat``."""
         tokenizer = self.get_tokenizer()
         conversation = Conversation(
@@ -283,15 +284,17 @@ class LLM:
         if not prompt.images or self._images is None:
             return {"prompt_token_ids": prompt.encode(tokenizer)}
         media: dict[int, Any] = {}
-        detail_of, num_images = self._images.processor.detail_of, len(set(prompt.images) - set(prompt.videos))
+        detail_of, num_images = self._images.processor.detail_of, len(set(prompt.images) - set(prompt.clips))
         for number in prompt.images:
             part, where = conversation.images[number]
             source = source_in(part, where)
-            if number in prompt.videos:
-                media[number] = self._images.prepare_video(*files_of(source, where), where)
-            else:
+            if number not in prompt.clips:
                 detail = detail_of(str(part.get("detail", "auto")), num_images)
                 media[number] = self._images.prepare(file_of(source, where), detail, where)
+            elif KINDS[part["type"]] == "video":
+                media[number] = self._images.prepare_video(*files_of(source, where), where)
+            else:
+                media[number] = self._images.prepare_audio(audio_file_of(source, where), where)
         prompt, images = read_by_model(prompt, media)
         return {"prompt_token_ids": prompt.encode(tokenizer), "images": images}
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
-from itertools import islice, zip_longest
+from itertools import islice
 from typing import Any, NamedTuple
 
 import msgspec
@@ -11,8 +12,8 @@ import msgspec
 from octavo.engine.protocols import Grammars
 from octavo.errors import CANCELLATIONS, InvalidParameter, RequestError
 from octavo.images.preparer import ImagePreparer, placed
-from octavo.images.processors import PreparedImage
-from octavo.llm.image_inputs import file_of, files_of, images_of, videos_of
+from octavo.images.processors import ImageProcessor, PreparedClip, PreparedImage
+from octavo.llm.image_inputs import MEDIA_KEYS, audio_file_of, audio_of, file_of, files_of, images_of, videos_of
 from octavo.llm.vllm_arguments import grammar_of
 from octavo.sampling_params import SamplingParams, check_num_logprobs, check_routed_experts, resolve_max_tokens
 from octavo.text.message_format import find_format
@@ -31,8 +32,8 @@ READ = SamplingParams(max_tokens=0)
 """Parameters of embedding and scoring requests, which generate nothing."""
 
 
-WITH_IMAGES = ("detail", "images", "multi_modal_data", "videos")
-"""Keys of a prompt with images or videos."""
+WITH_IMAGES = ("audio", "detail", "images", "multi_modal_data", "videos")
+"""Keys of a prompt with images, videos or audio."""
 
 
 MOST_OF_A_MARK = 64
@@ -170,10 +171,11 @@ def _params_for_each(params: Any, count: int) -> list[SamplingParams]:
 
 
 def _with_media(prompt: Any, name: str, preparer: ImagePreparer | None) -> tuple[Any, list[PreparedImage]]:
-    """The prompt with one token for each image, and for the frames of a video with one embedding; and all of these."""
-    images = images_of(prompt, name) if isinstance(prompt, Mapping) else []
-    videos = videos_of(prompt, name) if isinstance(prompt, Mapping) else []
-    if not images and not videos:
+    """The prompt with one token for each image and for each part of a video or audio, and all of these."""
+    if not isinstance(prompt, Mapping):
+        return prompt, []
+    images, videos, audio = images_of(prompt, name), videos_of(prompt, name), audio_of(prompt, name)
+    if not images and not videos and not audio:
         return prompt, []
     if preparer is None:
         raise InvalidParameter(name, f"'{name}' has images, but this model reads text only.")
@@ -181,22 +183,59 @@ def _with_media(prompt: Any, name: str, preparer: ImagePreparer | None) -> tuple
     detail, found = processor.detail_of(str(prompt.get("detail", "auto")), len(images)), list[PreparedImage]()
     for place, image in enumerate(images):
         where, is_done = f"{name}.images[{place}]", isinstance(image, PreparedImage)
+        if not is_done and not processor.takes_images:
+            raise InvalidParameter(name, f"'{where}': this model takes no images.")
         found.append(image if is_done else preparer.prepare(file_of(image, where), detail, where))
     if not isinstance(given, str):
-        if videos:
-            raise InvalidParameter(name, f"'{name}' has videos, so it must be text, in which they have their places.")
+        if videos or audio:
+            what = "videos" if videos else "audio"
+            raise InvalidParameter(name, f"'{name}' has {what}, so it must be text, which says where.")
         return given, found
-    sources = [(*files_of(video, f"{name}.videos[{i}]"), f"{name}.videos[{i}]") for i, video in enumerate(videos)]
-    read = [preparer.prepare_video(*source) for source in sources]
-    pieces = given.split(processor.video.placeholder) if read and processor.video else [given]
-    if len(pieces) != 1 + len(read):
-        message = f"'{name}' has places for {len(pieces) - 1} videos, and there are {len(read)}."
-        raise InvalidParameter(name, message)
-    text, of_images, media = "", iter(found), list[PreparedImage]()
-    for piece, video in zip_longest(pieces, read):
-        text += piece.replace(processor.placeholder, processor.written) + (video.written if video else "")
-        media += [*islice(of_images, piece.count(processor.placeholder)), *(video.images if video else [])]
-    return text, [*media, *of_images]
+    clips = {
+        "video": [preparer.prepare_video(*files_of(each, w), w) for each, w in _named(videos, f"{name}.videos")],
+        "audio": [preparer.prepare_audio(audio_file_of(each, w), w) for each, w in _named(audio, f"{name}.audio")],
+    }
+    return _in_places(given, name, processor, found, {kind: each for kind, each in clips.items() if each})
+
+
+def _named(media: Sequence[Any], name: str) -> list[tuple[Any, str]]:
+    return [(each, f"{name}[{place}]") for place, each in enumerate(media)]
+
+
+def _in_places(
+    text: str,
+    name: str,
+    processor: ImageProcessor,
+    images: Sequence[PreparedImage],
+    clips: Mapping[str, Sequence[PreparedClip]],
+) -> tuple[str, list[PreparedImage]]:
+    """A text with what the model reads in place of its placeholders, and all images in their order; those that have no
+    placeholder come last. ``clips``: by kind, "video" or "audio".
+
+    Raises ``InvalidParameter`` if the text has not as many places for these as there are.
+    """
+    placeholders = processor.image_text.placeholders
+    for kind, given in clips.items():
+        count = text.count(placeholders[kind])
+        if count != len(given):
+            message = f"'{name}' has places for {count} {MEDIA_KEYS[kind]}, and there are {len(given)}."
+            raise InvalidParameter(name, message)
+    kinds = {place: kind for kind, place in placeholders.items() if kind in clips or kind == "image"}
+    pieces = re.split(f"({'|'.join(map(re.escape, kinds))})", text)
+    waiting, of_images, media = (
+        {kind: iter(given) for kind, given in clips.items()},
+        iter(images),
+        list[PreparedImage](),
+    )
+    for index in range(1, len(pieces), 2):
+        if kinds[pieces[index]] == "image":
+            pieces[index] = processor.written
+            media += islice(of_images, 1)
+        else:
+            clip = next(waiting[kinds[pieces[index]]])
+            pieces[index] = clip.written
+            media += clip.images
+    return "".join(pieces), [*media, *of_images]
 
 
 def _encode(prompt: Any, name: str, tokenizer: Tokenizer | None, vocab_size: int) -> tuple[str | None, list[int]]:

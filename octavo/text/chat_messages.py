@@ -12,7 +12,7 @@ from __future__ import annotations
 import itertools
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from octavo.errors import InvalidParameter
@@ -41,33 +41,43 @@ MEDIA_PARTS = {
 IMAGE_PARTS = ("image", "image_url", "input_image")
 """Types of parts that are images, for models that take any."""
 VIDEO_PARTS = ("video", "video_url", "input_video")
+AUDIO_PARTS = ("audio", "audio_url", "input_audio")
+KINDS = {
+    **dict.fromkeys(IMAGE_PARTS, "image"),
+    **dict.fromkeys(VIDEO_PARTS, "video"),
+    **dict.fromkeys(AUDIO_PARTS, "audio"),
+}
+"""What a part is, as templates name it, by its type."""
 
 Message = dict[str, Any]
 
 
 class ImageMarks:
-    """Stands for images and videos in the text of messages: each is a mark that no client can foresee, and its
+    """Stands for images, videos and audio in the text of messages: each is a mark that no client can foresee, and its
     number."""
 
-    def __init__(self, mark: str, takes_videos: bool = False) -> None:
+    def __init__(self, mark: str, takes: Sequence[str] = ("image",)) -> None:
+        """``takes``: of "image", "video" and "audio" what the model takes."""
         self.pattern = re.compile(rf"{re.escape(mark)}(\d{{5}})")
         self.parts: list[tuple[Mapping[str, Any], str]] = []
-        """The parts of messages that are images or videos, and where each is in the request."""
-        self.kinds = (*IMAGE_PARTS, *VIDEO_PARTS) if takes_videos else IMAGE_PARTS
+        """The parts of messages that are images, videos or audio, and where each is in the request."""
+        self.kinds = frozenset(type for type, kind in KINDS.items() if kind in takes)
         """Types of parts that the model takes."""
-        self.reads = "text, images and videos" if takes_videos else "text and images"
+        names = ["text", *(kind if kind == "audio" else f"{kind}s" for kind in takes)]
+        self.reads = f"{', '.join(names[:-1])} and {names[-1]}"
         self._mark = mark
 
     def add(self, part: Mapping[str, Any], where: str) -> str:
-        """The mark of one more image or video."""
+        """The mark of one more image, video or audio."""
         self.parts.append((part, where))
         return self.mark(len(self.parts) - 1)
 
     def mark(self, number: int) -> str:
         return f"{self._mark}{number:05}"
 
-    def is_video(self, number: int) -> bool:
-        return self.parts[number][0].get("type") in VIDEO_PARTS
+    def kind(self, number: int) -> str:
+        """ "image", "video" or "audio"."""
+        return KINDS[str(self.parts[number][0].get("type"))]
 
     def joined(self, texts: Sequence[str]) -> str:
         """Parts as one text: images stand next to their neighbours, between texts is a line end."""
@@ -77,16 +87,17 @@ class ImageMarks:
             made += text if is_next_to_image or not index else f"\n{text}"
         return made
 
-    def in_parts(self, content: str, has_videos: bool) -> list[Message]:
-        """A text with marks as parts, in the form that templates read; the marks of videos only if they read these."""
+    def in_parts(self, content: str, written: Collection[str]) -> list[Message]:
+        """A text with marks as parts, in the form that templates read; marks of a kind that is not among ``written``,
+        which a template does not know, are text."""
         parts: list[Message] = []
         for index, piece in enumerate(self.pattern.split(content)):
             if not index % 2:
                 parts += [{"type": "text", "text": piece}] if piece else []
-            elif not self.is_video(number := int(piece)):
-                parts.append({"type": "image"})
+            elif (kind := self.kind(int(piece))) in written:
+                parts.append({"type": kind})
             else:
-                parts.append({"type": "video"} if has_videos else {"type": "text", "text": self.mark(number)})
+                parts.append({"type": "text", "text": self.mark(int(piece))})
         return parts
 
 

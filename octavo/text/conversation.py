@@ -49,18 +49,18 @@ class ChatPrompt:
     """Where a text of the client spells control tokens, which become text: what encodes it, the text with a barrier in
     these, and the barrier."""
     images: tuple[int, ...] = ()
-    """The number of each image and video of the conversation, in the order of their places in the text."""
-    videos: Mapping[int, str] = field(default_factory=dict)
-    """What stands for a video until it is known what the model reads in its place, by number."""
+    """The number of each image, video and audio of the conversation, in the order of their places in the text."""
+    clips: Mapping[int, str] = field(default_factory=dict)
+    """What stands for a video or audio until it is known what the model reads in its place, by number."""
 
     def __len__(self) -> int:
         return len(self.text)
 
-    def with_videos(self, written: Mapping[int, str]) -> ChatPrompt:
-        """The prompt with what the model reads in place of each video."""
+    def with_clips(self, written: Mapping[int, str]) -> ChatPrompt:
+        """The prompt with what the model reads in place of each video and audio."""
 
         def filled(text: str) -> str:
-            for number, mark in self.videos.items():
+            for number, mark in self.clips.items():
                 text = text.replace(mark, written[number])
             return text
 
@@ -77,16 +77,23 @@ class ChatPrompt:
 
 @dataclass(frozen=True)
 class ImageText:
-    """How a model's prompts have images."""
+    """How a model's prompts have images, videos and audio."""
 
     placeholder: str
-    """What its chat template writes for one."""
+    """What its chat template writes for an image; empty for a model that takes none."""
     written: str
     """What the model reads in its place, with one token for all of its embeddings."""
     alone: str
     """The same with what the chat template writes around it, for a prompt without a template."""
     video: str = ""
     """What the chat template writes for a video; empty for a model that takes none."""
+    audio: str = ""
+
+    @property
+    def placeholders(self) -> dict[str, str]:
+        """What the chat template writes for each kind that the model takes: "image", "video", "audio"."""
+        known = {"image": self.placeholder, "video": self.video, "audio": self.audio}
+        return {kind: text for kind, text in known.items() if text}
 
 
 @dataclass(frozen=True)
@@ -116,19 +123,20 @@ class Conversation:
                 "continue_final_message", "'continue_final_message' and 'add_generation_prompt' cannot both be true."
             )
         check_variables(self.tools, self.template_kwargs)
-        marks = None if self.image_text is None else ImageMarks(_mark(), bool(self.image_text.video))
+        marks = None if self.image_text is None else ImageMarks(_mark(), tuple(self.image_text.placeholders))
         object.__setattr__(self, "messages", normalise_messages(self.messages, images=marks))
         object.__setattr__(self, "_marks", marks if marks is not None and marks.parts else None)
 
     @property
     def images(self) -> list[tuple[Mapping[str, Any], str]]:
-        """The parts that are images or videos, and where each is in the request."""
+        """The parts that are images, videos or audio, and where each is in the request."""
         return [] if self._marks is None else self._marks.parts
 
     @property
-    def _has_videos(self) -> bool:
-        """Whether the template writes what stands for a video."""
-        return bool(self.image_text and self.image_text.video) and "video" in (self.template.source or "")
+    def _written(self) -> dict[str, str]:
+        """What the template writes for each kind of media that it knows."""
+        source, known = self.template.source or "", self.image_text.placeholders if self.image_text else {}
+        return {kind: text for kind, text in known.items() if kind in source}
 
     def __call__(self) -> ChatPrompt:
         """See ``prompt``."""
@@ -150,41 +158,41 @@ class Conversation:
         return guarded._with_images(ChatPrompt(text, seen), (controls, barrier))
 
     def _with_images(self, prompt: ChatPrompt, guarded: tuple[ControlTokens, str] | None) -> ChatPrompt:
-        """The prompt as the model reads it, but for marks in place of its videos. A placeholder that a client's text
-        spells has a barrier in it until then.
+        """The prompt as the model reads it, but for marks in place of its videos and audio. A placeholder that a
+        client's text spells has a barrier in it until then.
 
-        Raises ``InvalidParameter`` if the template has not as many places for images and videos as there are.
+        Raises ``InvalidParameter`` if the template has not as many places for images, videos and audio as there are.
         """
-        text, seen, order, videos = prompt.text, prompt.seen, tuple[int, ...](), dict[int, str]()
+        text, seen, order, clips = prompt.text, prompt.seen, tuple[int, ...](), dict[int, str]()
         if self._marks is not None and self.image_text is not None:
             order = tuple(int(number) for m in self.messages for number in self._marks.pattern.findall(_words(m)))
-            videos = {number: self._marks.mark(number) for number in order if self._marks.is_video(number)}
+            clips = {number: self._marks.mark(number) for number in order if self._marks.kind(number) != "image"}
             text, num_places = self._placed(text, order)
             if num_places != len(order):
-                message = f"The chat template has no place for {len(order)} images or videos in these messages."
+                message = f"The chat template has no place for {len(order)} images, videos or audio here."
                 raise InvalidParameter("messages", message)
             seen, _ = self._placed(seen, order)
         if guarded is None or guarded[1] not in text:
-            return ChatPrompt(text, seen, images=order, videos=videos)
+            return ChatPrompt(text, seen, images=order, clips=clips)
         controls, barrier = guarded
         plain, shown = text.replace(barrier, ""), seen.replace(barrier, "")
-        return ChatPrompt(plain, shown, (controls, text, barrier), order, videos)
+        return ChatPrompt(plain, shown, (controls, text, barrier), order, clips)
 
     def _placed(self, text: str, order: tuple[int, ...]) -> tuple[str, int]:
-        """A rendered text with what the model reads in the places of images, and the marks of videos in theirs; and the
-        number of places, -1 if one is not for what comes next in ``order``."""
+        """A rendered text with what the model reads in the places of images, and the marks of videos and audio in
+        theirs; and the number of places, -1 if one is not for what comes next in ``order``."""
         marks, form = self._marks, self.image_text
         assert marks is not None
         assert form is not None
-        video = form.video if self._has_videos else ""
-        places = "|".join([*map(re.escape, filter(None, (form.placeholder, video))), marks.pattern.pattern])
+        written = {**self._written, "image": form.placeholder}
+        places = "|".join([*map(re.escape, filter(None, written.values())), marks.pattern.pattern])
         pieces, end, num_places = list[str](), 0, 0
         for place in re.finditer(places, text):
             number = order[num_places] if num_places < len(order) else -1
-            is_video = number >= 0 and marks.is_video(number)
-            if number < 0 or place[0] not in (marks.mark(number), video if is_video else form.placeholder):
+            kind = marks.kind(number) if number >= 0 else ""
+            if number < 0 or place[0] not in (marks.mark(number), written.get(kind)):
                 return text, -1
-            pieces += [text[end : place.start()], marks.mark(number) if is_video else form.written]
+            pieces += [text[end : place.start()], form.written if kind == "image" else marks.mark(number)]
             end, num_places = place.end(), num_places + 1
         return "".join([*pieces, text[end:]]), num_places
 
@@ -249,13 +257,13 @@ class Conversation:
         raise refusal
 
     def _in_parts(self, messages: list[Message]) -> list[Message]:
-        """``messages`` with images as templates read them: parts, of all messages where a template knows no strings."""
+        """``messages`` with media as templates read them: parts, of all messages where a template knows no strings."""
         source, marks = self.template.source or "", self._marks
-        if marks is None or not ("image" in source or self._has_videos):
+        if marks is None or not self._written:
             return messages
         takes_strings = "is string" in source or "is not iterable" in source
         return [
-            {**message, "content": marks.in_parts(_words(message), self._has_videos)}
+            {**message, "content": marks.in_parts(_words(message), {"image", *self._written})}
             if message.get("content") and (not takes_strings or marks.pattern.search(_words(message)))
             else message
             for message in messages

@@ -81,7 +81,7 @@ def _omni25() -> PreTrainedModel:
     return Qwen2_5OmniThinkerForConditionalGeneration._from_config(config, attn_implementation="eager")
 
 
-def _as_omni(folder: Path, whole: str) -> None:
+def as_omni(folder: Path, whole: str) -> None:
     """Within the whole model, as it is published."""
     config, stored = written_config(folder), load_file(folder / "model.safetensors")
     (folder / "config.json").write_text(json.dumps({"architectures": [whole], "thinker_config": config}))
@@ -139,7 +139,7 @@ QWEN = {
         {},
         lambda: Qwen2VLImageProcessorPil(size=QWEN_SIZE),
         of_grid,
-        rewrite=partial(_as_omni, whole="Qwen2_5OmniModel"),
+        rewrite=partial(as_omni, whole="Qwen2_5OmniModel"),
         model=_omni25,
     ),
     "omni_qwen3": Family(
@@ -147,7 +147,7 @@ QWEN = {
         {},
         QWEN3_PROCESSOR,
         of_grid,
-        rewrite=partial(_as_omni, whole="Qwen3OmniMoeForConditionalGeneration"),
+        rewrite=partial(as_omni, whole="Qwen3OmniMoeForConditionalGeneration"),
         model=_omni3,
     ),
     "qwen3_5": Family(

@@ -1,4 +1,4 @@
-"""The interface of vision towers, and their loading."""
+"""The interface of vision and audio towers."""
 
 from __future__ import annotations
 
@@ -10,18 +10,24 @@ from typing import Any, NamedTuple, Protocol
 from torch import Tensor
 
 from octavo.models.config_keys import ConfigKeys, wrong
+from octavo.types import AUDIO_DETAILS
 
 logger = logging.getLogger(__name__)
 
 
 class Pixels(NamedTuple):
-    """An image as towers take it."""
+    """An image, or audio, as towers take it."""
 
     pixels: Tensor
-    """uint8 [tiles, rows, columns, 3]; [1, 1, all pixels, 3] of tiles that differ in size."""
+    """uint8 [tiles, rows, columns, 3]; [1, 1, all pixels, 3] of tiles that differ in size; [1, 1, samples, 3] of audio:
+    16,000 samples a second, signed numbers of 24 bits, the lowest byte first."""
     details: tuple[int, ...]
     mean: Sequence[float]
     deviation: Sequence[float]
+
+    @property
+    def is_audio(self) -> bool:
+        return self.details == AUDIO_DETAILS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +45,7 @@ class VisionConfig:
     longest: int = 0
     """Positions of an image, where all have as many."""
     placeholders: tuple[int, ...] = ()
-    """Ids of tokens that stand for images, videos and sounds in a prompt, and that the model never samples."""
+    """Ids of tokens that stand for images, videos and audio in a prompt, and that the model never samples."""
 
     @property
     def num_axes(self) -> int:
@@ -48,9 +54,9 @@ class VisionConfig:
 
 
 class Tower(Protocol):
-    """Computes the embeddings of an image."""
+    """Computes the embeddings of an image, or of audio."""
 
-    def __call__(self, image: Pixels) -> Tensor:
+    def __call__(self, image: Pixels, /) -> Tensor:
         """[tokens of the image, (1 + num_deep) * hidden_size]."""
         ...
 

@@ -1,14 +1,19 @@
-"""Vision towers by the architecture of their checkpoint."""
+"""Vision and audio towers by the architecture of their checkpoint."""
 
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any, NamedTuple, Protocol
 
 import torch
+from torch import Tensor
+from torch.nn import functional
 
 from octavo.errors import CheckpointError
+from octavo.models.audio.qwen_audio import Qwen3ASRTower, Qwen3AudioTower, Qwen25AudioTower
+from octavo.models.audio.whisper import Qwen2AudioTower, VoxtralTower
 from octavo.models.config_keys import ConfigKeys
 from octavo.models.loader import WeightLoader
 from octavo.models.model_config import architecture
@@ -36,7 +41,7 @@ from octavo.models.vision.qwen import (
 )
 from octavo.models.vision.sam import GotTower
 from octavo.models.vision.siglip import Gemma3Tower, Idefics3Tower, PaliGemmaTower
-from octavo.models.vision.tower import Tower, VisionConfig
+from octavo.models.vision.tower import Pixels, Tower, VisionConfig
 from octavo.quant.checkpoint_tensors import Renamed, TensorSource
 from octavo.quant.stored.stored_weight import WeightFormat
 
@@ -99,6 +104,14 @@ TOWERS: dict[str, Family] = {
     "Qwen3_5MoeForConditionalGeneration": Qwen3Tower,
     "SmolVLMForConditionalGeneration": Idefics3Tower,
 }
+AUDIO_TOWERS: dict[str, Family] = {
+    "Qwen2AudioForConditionalGeneration": Qwen2AudioTower,
+    "Qwen2_5OmniForConditionalGeneration": Qwen25AudioTower,
+    "Qwen2_5OmniModel": Qwen25AudioTower,
+    "Qwen3ASRForConditionalGeneration": Qwen3ASRTower,
+    "Qwen3OmniMoeForConditionalGeneration": Qwen3AudioTower,
+    "VoxtralForConditionalGeneration": VoxtralTower,
+}
 PLACEHOLDERS = ("image", "video", "audio")
 TEXT = (
     "language.",
@@ -122,39 +135,62 @@ class LoadedTower(NamedTuple):
     bytes_by_format: Mapping[str, int]
 
 
-def family_of(values: Mapping[str, Any]) -> Family | None:
-    """The tower of a checkpoint, if it is known."""
+class TwoTowers:
+    """A tower for images and one for audio, whose embeddings have no further vectors."""
+
+    def __init__(self, config: VisionConfig, of_images: Tower, of_audio: Tower) -> None:
+        self._num_further = config.num_deep * config.hidden_size
+        self._of_images, self._of_audio = of_images, of_audio
+
+    def __call__(self, image: Pixels, /) -> Tensor:
+        return (
+            functional.pad(self._of_audio(image), (0, self._num_further)) if image.is_audio else self._of_images(image)
+        )
+
+
+def families_of(values: Mapping[str, Any]) -> list[Family]:
+    """The towers of a checkpoint that are known: that of images, that of audio."""
     name = architecture(ConfigKeys(values))
     inner = values.get("vision_config")
     is_pixtral = isinstance(inner, Mapping) and inner.get("model_type") == "pixtral"
+    of_images = TOWERS.get(name) if inner else None
     if name == "LlavaForConditionalGeneration" and is_pixtral:
-        return PixtralTower
-    return TOWERS.get(name)
+        of_images = PixtralTower
+    of_audio = AUDIO_TOWERS.get(name) if values.get("audio_config") else None
+    return [family for family in (of_images, of_audio) if family is not None]
 
 
 def read_vision(values: Mapping[str, Any]) -> VisionConfig | None:
-    """The configuration of a checkpoint's tower; ``None`` if it has none that is known. Raises ``CheckpointError``."""
-    keys = ConfigKeys(values)
-    family = family_of(values)
-    if family is None or not values.get("vision_config"):
+    """The configuration of a checkpoint's tower, that of images if there are two; ``None`` if it has none that is
+    known. Raises ``CheckpointError``."""
+    configs: list[VisionConfig] = [family.read_config(ConfigKeys(values)) for family in families_of(values)]
+    if not configs:
         return None
-    config: VisionConfig = family.read_config(keys)
+    if configs[0].hidden_size != configs[-1].hidden_size:
+        sizes = f"embeddings of audio have {configs[-1].hidden_size} numbers, those of images {configs[0].hidden_size}"
+        raise CheckpointError(f"audio_config: {sizes}")
     ids = (values.get(f"{kind}_token_{name}") for kind in PLACEHOLDERS for name in ("id", "index"))
-    return dataclasses.replace(config, placeholders=tuple(sorted({i for i in ids if isinstance(i, int) and i >= 0})))
+    placeholders = sorted({i for i in ids if isinstance(i, int) and i >= 0})
+    return dataclasses.replace(configs[0], placeholders=tuple(placeholders))
 
 
 def load_tower(
     values: Mapping[str, Any], config: VisionConfig, source: TensorSource, form: WeightFormat
 ) -> LoadedTower:
-    """Load a tower, which is never quantised. Raises ``CheckpointError``."""
-    family = family_of(values)
-    assert family is not None, "the configuration was read"
+    """Load the tower or towers, which are never quantised. Raises ``CheckpointError``."""
     names = {name.removeprefix("model."): name for name in source.names() if not name.startswith(TEXT)}
-    for part, own in getattr(family, "own_names", {}).items():
-        names = {name.replace(part, own): stored for name, stored in names.items()}
-    weights = WeightLoader(Renamed(source, names), form)
-    tower = family(config, weights)
-    return LoadedTower(config, tower, weights.num_parameters, weights.bytes_by_format)
+    towers = list[Tower]()
+    num_parameters, bytes_by_format = 0, Counter[str]()
+    for family in families_of(values):
+        own = dict(names)
+        for part, ours in getattr(family, "own_names", {}).items():
+            own = {name.replace(part, ours): stored for name, stored in own.items()}
+        weights = WeightLoader(Renamed(source, own), form)
+        towers.append(family(family.read_config(ConfigKeys(values)), weights))
+        num_parameters += weights.num_parameters
+        bytes_by_format += weights.bytes_by_format
+    tower = TwoTowers(config, *towers) if len(towers) == 2 else towers[0]
+    return LoadedTower(config, tower, num_parameters, bytes_by_format)
 
 
 def connect(model: CausalLM, config: VisionConfig, form: WeightFormat) -> None:

@@ -21,6 +21,7 @@ from octavo.quant.stored.stored_weight import WeightFormat
 from octavo.runtime.executors.graphs import Graphs
 from octavo.runtime.replies import Done, FailedReply
 from octavo.steps.messages import EncodeImages, ImageToEncode, Reply
+from octavo.types import AUDIO_DETAILS
 
 logger = logging.getLogger(__name__)
 
@@ -124,10 +125,10 @@ class EmbeddingPool:
 
     def _comes_again(self, form: Form) -> bool:
         """Whether a graph is to be captured for images of a size: it was seen before, as the first may be the last, and
-        there is memory."""
+        there is memory. Audio has too many lengths."""
         num_pixels = math.prod(form.shape)
         needed = self._most_bytes * num_pixels // GRAPH_PIXELS
-        if form in self._plain or self._num_bytes + needed > self._most_bytes:
+        if form.details == AUDIO_DETAILS or form in self._plain or self._num_bytes + needed > self._most_bytes:
             return False
         if len(self._seen) == MOST_SEEN:
             self._seen.clear()

@@ -147,7 +147,7 @@ def passed_over(messages: list[dict[str, Any]], services: ModelServices) -> list
     """What of the messages has no meaning here. Raises ``InvalidParameter``."""
     check_roles(messages)
     named: list[str] = []
-    images = ImageMarks("", services.takes_videos) if services.takes_images else None
+    images = ImageMarks("", services.takes) if services.takes else None
     if not all(message.keys() <= PLAIN_KEYS and isinstance(message.get("content"), str) for message in messages):
         normalise_messages(messages, named, images)
     return named

@@ -67,11 +67,7 @@ def _model(services: ModelServices, name: str) -> dict[str, Any]:
             "completion_chat": "generate" in services.engine.info.tasks,
             "vision": services.takes_images,
         },
-        "input_modalities": [
-            "text",
-            *(["image"] if services.takes_images else []),
-            *(["video"] if services.takes_videos else []),
-        ],
+        "input_modalities": ["text", *services.takes],
         "sampling_defaults": services.engine.info.sampling_defaults,
         # Load generators load their tokenizer from this path.
         "root": path or services.config.model.model,

@@ -1,0 +1,1 @@
+"""Towers that read audio."""

@@ -1,0 +1,89 @@
+"""Models that read audio, from samples to logits, next to transformers; caching, chunks and preemption with audio."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import PreTrainedModel
+from transformers.audio_utils import mel_filter_bank
+
+from octavo import LLM, RequestOutput, SamplingParams
+from octavo.models.audio.encoder import _filters
+from tests.models.audio_families import AUDIO, AUDIO_FAMILIES, RATE, Sound, expected_logprobs, make_audio, packed, sound
+
+SETTINGS: dict[str, Any] = {"dtype": "float32", "block_size": 8, "num_kv_blocks": 160}
+SCORED = SamplingParams(temperature=0, max_tokens=3, prompt_logprobs=3, logprobs=3)
+TOLERANCE = 2e-3
+SHORT, MIDDLE, LONG = sound(0.73, 1), sound(2.0, 2), sound(2.9, 3)
+Prompt = tuple[list[int], list[Sound]]
+Made = tuple[str, Path, PreTrainedModel]
+
+
+def words(count: int, seed: int = 0) -> list[int]:
+    return torch.randint(3, 240, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+PROMPTS: list[Prompt] = [
+    ([*words(5), AUDIO, *words(9)], [MIDDLE]),
+    ([AUDIO, *words(3), AUDIO, 7, *words(2)], [LONG, SHORT]),
+    (words(40), []),
+    ([*words(3), AUDIO, 5], [SHORT]),
+]
+
+
+@pytest.fixture(scope="module", params=AUDIO_FAMILIES)
+def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Made:
+    folder = tmp_path_factory.mktemp(request.param)
+    return request.param, folder, make_audio(folder, request.param)
+
+
+@pytest.fixture(scope="module")
+def llm(family: Made) -> Iterator[LLM]:
+    with LLM(family[1], **SETTINGS) as llm:
+        yield llm
+
+
+def as_input(llm: LLM, prompt: Prompt) -> Any:
+    assert llm._images is not None
+    tokens, sounds = prompt
+    clips = [llm._images.processor.audio_of(packed(each)) for each in sounds]
+    images = [image for clip in clips for image in clip.images]
+    return {"prompt_token_ids": tokens, "images": images} if images else tokens
+
+
+def worst_difference(name: str, model: PreTrainedModel, prompt: Prompt, output: RequestOutput) -> float:
+    completion = output.outputs[0]
+    assert completion.error is None
+    found = [entry or {} for entry in (output.prompt_logprobs or [])[1:]] + (completion.logprobs or [])
+    expected = expected_logprobs(name, model, *prompt, completion.token_ids)
+    start = 0 if output.prompt_logprobs else len(output.prompt_token_ids or []) - 1
+    return max(
+        abs(logprob.logprob - expected[start + place, token].item())
+        for place, entry in enumerate(found)
+        for token, logprob in entry.items()
+    )
+
+
+def test_logits_are_those_of_transformers(family: Made, llm: LLM) -> None:
+    name, _, model = family
+    for prompt, output in zip(PROMPTS, llm.generate([as_input(llm, each) for each in PROMPTS], SCORED), strict=True):
+        assert worst_difference(name, model, prompt, output) < TOLERANCE
+    llm.engine.check()
+
+
+def test_audio_makes_a_difference(family: Made, llm: LLM) -> None:
+    name, _, model = family
+    tokens = [*words(5), AUDIO, *words(9)]
+    (output,) = llm.generate([as_input(llm, (tokens, [MIDDLE]))], SCORED)
+    assert worst_difference(name, model, (tokens, [np.ascontiguousarray(MIDDLE[::-1])]), output) > 10 * TOLERANCE
+
+
+@pytest.mark.parametrize("num_bins", [80, 128])
+def test_filters(num_bins: int) -> None:
+    expected = mel_filter_bank(201, num_bins, 0.0, 8000.0, RATE, norm="slaney", mel_scale="slaney")
+    assert np.abs(_filters(num_bins, torch.device("cpu")).numpy() - expected).max() < 1e-6
