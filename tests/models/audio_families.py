@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -9,20 +10,22 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 import torch
+from PIL import Image
 from transformers import (
     AutoConfig,
     AutoModelForMultimodalLM,
     PreTrainedModel,
     Qwen2_5OmniThinkerConfig,
     Qwen2_5OmniThinkerForConditionalGeneration,
+    Qwen2VLImageProcessorPil,
     Qwen3ASRFeatureExtractor,
     Qwen3OmniMoeThinkerConfig,
     Qwen3OmniMoeThinkerForConditionalGeneration,
     WhisperFeatureExtractor,
 )
 
-from tests.models.vision_base import ROPE, TEXT, tokenizer
-from tests.models.vision_qwen import QWEN3_VISION, QWEN_VISION, as_omni
+from tests.models.vision_base import IMAGE, QWEN_SIZE, ROPE, TEXT, tokenizer
+from tests.models.vision_qwen import QWEN3_PROCESSOR, QWEN3_VISION, QWEN_VISION, as_omni
 
 AUDIO = 251
 """Id of the placeholder."""
@@ -60,6 +63,12 @@ def whisper_extractor(seconds: int) -> Any:
 
 PADDED = {"padding": "max_length", "return_attention_mask": True}
 UNPADDED = {"padding": True, "truncation": False, "return_attention_mask": True}
+AROUND = {
+    "audio_start_token_id": 241,
+    "audio_end_token_id": 242,
+    "vision_start_token_id": 243,
+    "vision_end_token_id": 244,
+}
 OMNI3 = {
     "text_config": {
         **TEXT,
@@ -70,15 +79,17 @@ OMNI3 = {
     },
     "vision_config": {**QWEN3_VISION, "depth": 3, "deepstack_visual_indexes": [0, 2]},
     "audio_config": {**CHUNKED, "downsample_hidden_size": 8, "n_window_infer": 200},
-    "image_token_id": 250,
+    "image_token_id": IMAGE,
     "audio_token_id": AUDIO,
+    **AROUND,
 }
 OMNI25 = {
     "text_config": {**TEXT, "rope_parameters": ROPE},
     "vision_config": {**QWEN_VISION, "depth": 3, "fullatt_block_indexes": [1], "window_size": 56},
     "audio_config": {**CHUNKED, "n_window": 50},
-    "image_token_index": 250,
+    "image_token_index": IMAGE,
     "audio_token_index": AUDIO,
+    **AROUND,
 }
 AUDIO_FAMILIES = {
     "qwen2_audio": AudioFamily(
@@ -138,12 +149,21 @@ def make_audio(folder: Path, name: str) -> PreTrainedModel:
             elif weight.dim() > 1:
                 weight.mul_(20 if "conv" in weight_name else 4)
     model.eval().save_pretrained(folder)
-    family.extractor.save_pretrained(folder)
+    both = (
+        {**image_processor(name).to_dict(), **family.extractor.to_dict()}
+        if family.whole
+        else family.extractor.to_dict()
+    )
+    (folder / "preprocessor_config.json").write_text(json.dumps(both))
     if family.whole:
         as_omni(folder, family.whole)
     tokenizer({family.text: AUDIO}).save(str(folder / "tokenizer.json"))
     loaded: PreTrainedModel = model
     return loaded
+
+
+def image_processor(name: str) -> Any:
+    return QWEN3_PROCESSOR() if name == "omni3" else Qwen2VLImageProcessorPil(size=QWEN_SIZE)
 
 
 def sound(seconds: float, seed: int) -> Sound:
@@ -194,6 +214,28 @@ def expected_logprobs(
         positions = torch.arange(ids.shape[1])
         kinds = {"position_ids": positions.expand(3, 1, -1)} if family.whole else {}
         logits: torch.Tensor = model(inputs_embeds=embeds, **kinds).logits[0]
+    return logits.float().log_softmax(dim=-1)
+
+
+def with_image(
+    name: str, model: Any, prompt: list[int], sound: Sound, image: Image.Image, answer: Sequence[int]
+) -> torch.Tensor:
+    """Of a prompt with one image and any number of times the same audio, by the library's own forward and positions."""
+    family, sounds = AUDIO_FAMILIES[name], [sound] * prompt.count(AUDIO)
+    heard = family.extractor(sounds, sampling_rate=RATE, return_tensors="pt", **family.asked)
+    seen = image_processor(name)([image], return_tensors="pt")
+    with torch.inference_mode():
+        rows = model.get_audio_features(heard["input_features"], heard["attention_mask"]).last_hidden_state
+        counts = {AUDIO: len(rows) // len(sounds), IMAGE: int(seen["image_grid_thw"].prod()) // 4}
+        ids = torch.tensor([[*(each for token in prompt for each in [token] * counts.get(token, 1)), *answer]])
+        logits: torch.Tensor = model(
+            input_ids=ids,
+            attention_mask=torch.ones_like(ids),
+            input_features=heard["input_features"],
+            feature_attention_mask=heard["attention_mask"],
+            pixel_values=seen["pixel_values"],
+            image_grid_thw=seen["image_grid_thw"],
+        ).logits[0]
     return logits.float().log_softmax(dim=-1)
 
 

@@ -14,11 +14,26 @@ from transformers.audio_utils import mel_filter_bank
 
 from octavo import LLM, RequestOutput, SamplingParams
 from octavo.models.audio.encoder import _filters
-from tests.models.audio_families import AUDIO, AUDIO_FAMILIES, RATE, Sound, expected_logprobs, make_audio, packed, sound
+from tests.models.audio_families import (
+    AROUND,
+    AUDIO,
+    AUDIO_FAMILIES,
+    RATE,
+    Sound,
+    expected_logprobs,
+    make_audio,
+    packed,
+    sound,
+    with_image,
+)
+from tests.models.vision import as_png, picture
+from tests.models.vision_base import IMAGE
 
 SETTINGS: dict[str, Any] = {"dtype": "float32", "block_size": 8, "num_kv_blocks": 160}
 SCORED = SamplingParams(temperature=0, max_tokens=3, prompt_logprobs=3, logprobs=3)
+UNSCORED = SamplingParams(temperature=0, max_tokens=3, logprobs=3)
 TOLERANCE = 2e-3
+PICTURE = picture(100, 70, 1)
 SHORT, MIDDLE, LONG = sound(0.73, 1), sound(2.0, 2), sound(2.9, 3)
 Prompt = tuple[list[int], list[Sound]]
 Made = tuple[str, Path, PreTrainedModel]
@@ -57,10 +72,14 @@ def as_input(llm: LLM, prompt: Prompt) -> Any:
 
 
 def worst_difference(name: str, model: PreTrainedModel, prompt: Prompt, output: RequestOutput) -> float:
+    return difference_from(expected_logprobs(name, model, *prompt, output.outputs[0].token_ids), output)
+
+
+def difference_from(expected: torch.Tensor, output: RequestOutput) -> float:
+    """The largest difference of a log-probability, of the prompt and of what was sampled after it."""
     completion = output.outputs[0]
     assert completion.error is None
     found = [entry or {} for entry in (output.prompt_logprobs or [])[1:]] + (completion.logprobs or [])
-    expected = expected_logprobs(name, model, *prompt, completion.token_ids)
     start = 0 if output.prompt_logprobs else len(output.prompt_token_ids or []) - 1
     return max(
         abs(logprob.logprob - expected[start + place, token].item())
@@ -81,6 +100,34 @@ def test_audio_makes_a_difference(family: Made, llm: LLM) -> None:
     tokens = [*words(5), AUDIO, *words(9)]
     (output,) = llm.generate([as_input(llm, (tokens, [MIDDLE]))], SCORED)
     assert worst_difference(name, model, (tokens, [np.ascontiguousarray(MIDDLE[::-1])]), output) > 10 * TOLERANCE
+
+
+@pytest.mark.parametrize("family", ["qwen2_audio", "omni3"], indirect=True)
+def test_a_prompt_in_chunks_and_again_from_the_cache(family: Made, llm: LLM) -> None:
+    """Chunks end within audio; what two prompts begin with, audio and text, is computed once."""
+    name, folder, model = family
+    begin = [*words(5), AUDIO, *words(9)]
+    prompts: list[Prompt] = [([*begin, AUDIO, 7], [LONG, other]) for other in (SHORT, MIDDLE)]
+    with LLM(folder, **SETTINGS, max_num_batched_tokens=16, max_num_seqs=2) as small:
+        outputs = [small.generate([as_input(small, prompt)], UNSCORED)[0] for prompt in prompts]
+        small.engine.check()
+    for prompt, output in zip(prompts, outputs, strict=True):
+        assert worst_difference(name, model, prompt, output) < TOLERANCE
+    assert (outputs[1].num_cached_tokens or 0) > len(begin)
+
+
+@pytest.mark.parametrize("family", ["omni3", "omni25"], indirect=True)
+def test_images_and_audio_in_one_prompt(family: Made, llm: LLM) -> None:
+    """Also positions of an image behind audio, as the library computes them."""
+    name, _, model = family
+    assert llm._images is not None
+    heard, seen = [AROUND["audio_start_token_id"], AUDIO], [AROUND["vision_start_token_id"], IMAGE]
+    tokens = [*words(4), *heard, 242, *words(3), *seen, 244, *words(2), *heard, 242, 9]
+    audio, image = llm._images.processor.audio_of(packed(SHORT)), llm._images.prepare(as_png(PICTURE), "auto", "it")
+    prompt = {"prompt_token_ids": tokens, "images": [audio.images[0], image, audio.images[0]]}
+    (output,) = llm.generate([prompt], SCORED)
+    expected = with_image(name, model, tokens, SHORT, PICTURE, output.outputs[0].token_ids)
+    assert difference_from(expected, output) < TOLERANCE
 
 
 @pytest.mark.parametrize("num_bins", [80, 128])

@@ -17,7 +17,7 @@ from transformers.models.qwen3_vl.video_processing_qwen3_vl import Qwen3VLVideoP
 from octavo import LLM, SamplingParams
 from octavo.engine.sequence_images import rope_shifts
 from octavo.errors import InvalidParameter
-from octavo.images.processors import PreparedImage, PreparedVideo
+from octavo.images.processors import PreparedClip, PreparedImage
 from octavo.types import ImageInput
 from tests.models.test_vision import GREEDY, SCORED, SETTINGS, TOLERANCE, WITH_STATE, words
 from tests.models.vision import FAMILIES, IMAGE, as_png, make, picture, without_torchvision
@@ -74,12 +74,12 @@ def pictures(name: str, count: int, seed: int = 0) -> list[Any]:
     return [picture(*SIZES.get(name, (56, 56)), seed + number) for number in range(count)]
 
 
-def prepared(llm: LLM, frames: list[Any], rate: float = RATE) -> PreparedVideo:
+def prepared(llm: LLM, frames: list[Any], rate: float = RATE) -> PreparedClip:
     assert llm._images is not None
     return llm._images.prepare_video([as_png(frame) for frame in frames], rate, "here")
 
 
-def prompt_of(name: str, video: PreparedVideo, behind: int = 6) -> dict[str, Any]:
+def prompt_of(name: str, video: PreparedClip, behind: int = 6) -> dict[str, Any]:
     """Text, the video and text; the words between frames are any."""
     between = [] if name in NEXT_TO_EACH_OTHER else [11]
     tokens = [*words(5), *[IMAGE, *between] * len(video.images), *words(behind, 1)]

@@ -12,8 +12,9 @@ import threading
 import time
 import zlib
 from collections.abc import AsyncIterator, Callable
+from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import httpx
 import msgspec
@@ -22,7 +23,6 @@ from PIL import Image
 
 from octavo.config import ModelSettings
 from octavo.errors import InvalidParameter
-from octavo.images.preparer import ImagePreparer
 from octavo.images.processors import PreparedImage
 from octavo.sampling_params import SamplingParams
 from octavo.server_settings import ServerSettings
@@ -144,13 +144,12 @@ def test_an_image_is_prepared_once_for_each_who_sends_it() -> None:
     """Told by the text of a data: URL, which is decoded once as well, and of others by the file."""
     made, read_from = list[str](), list[str]()
 
-    class Preparer:
-        def prepare(self, data: bytes, detail: str, where: str) -> PreparedImage:
-            made.append(where)
-            return PreparedImage((1, 2, 2), (), data * 3)
+    def prepare(data: bytes, where: str) -> PreparedImage:
+        made.append(where)
+        return PreparedImage((1, 2, 2), (), data * 3)
 
     async def asked() -> None:
-        kept, preparer = KeptImages(most_bytes=80), cast(ImagePreparer, Preparer())
+        kept = KeptImages(most_bytes=80)
         for owner, data, detail, where in [
             ("a", b"wxyz", "auto", "first"),
             ("a", b"wxyz", "auto", "again"),
@@ -168,7 +167,8 @@ def test_an_image_is_prepared_once_for_each_who_sends_it() -> None:
                     return data
 
                 source = Source(kind, f"data:,{data.decode()}", detail, f"{kind} {where}")
-                image = await kept.prepared(owner, preparer, source, read)
+                image = await kept.prepared(owner, source, read, partial(prepare, where=source.where))
+                assert isinstance(image, PreparedImage)
                 assert image.pixels == data * 3
 
     asyncio.run(asked())

@@ -117,7 +117,7 @@ def sinusoids(count: int, width: int, device: torch.device) -> Tensor:
     return torch.cat([angles.sin(), angles.cos()], dim=1).to(device)
 
 
-class EncoderLayer:
+class WhisperLayer:
     """Attention and feed-forward layer of Whisper's encoder."""
 
     def __init__(self, config: AudioConfig, weights: WeightLoader, prefix: str, has_key_bias: bool) -> None:

@@ -19,7 +19,7 @@ from octavo.models.audio.encoder import (
     RATE,
     AudioConfig,
     Convolution,
-    EncoderLayer,
+    WhisperLayer,
     in_pairs,
     log_mel,
     read_audio,
@@ -68,7 +68,7 @@ class Qwen25AudioTower:
             Convolution(weights, f"{name}.conv1", (D, config.num_bins), 1),
             Convolution(weights, f"{name}.conv2", (D, D), 2),
         ]
-        self.layers = [EncoderLayer(config, weights, f"{name}.layers.{i}", False) for i in range(config.depth)]
+        self.layers = [WhisperLayer(config, weights, f"{name}.layers.{i}", False) for i in range(config.depth)]
         self.norm = LayerNorm(weights, f"{name}.ln_post", D, 1e-5)
         self.map = Affine(weights, f"{name}.proj", (config.output_size, D))
 
@@ -121,7 +121,7 @@ class Qwen3AudioTower:
             for i, before in ((1, 1), (2, C), (3, C))
         ]
         self.joined = Affine(weights, f"{name}.conv_out", (D, C * num_rows(config.num_bins)), has_bias=False)
-        self.layers = [EncoderLayer(config, weights, f"{name}.layers.{i}", True) for i in range(config.depth)]
+        self.layers = [WhisperLayer(config, weights, f"{name}.layers.{i}", True) for i in range(config.depth)]
         self.norm = LayerNorm(weights, f"{name}.ln_post", D, 1e-5)
         self.map = Feedforward(weights, self.maps, (D, D, config.output_size), config.activation)
 

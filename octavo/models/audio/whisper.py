@@ -14,7 +14,7 @@ from octavo.models.audio.encoder import (
     HOP,
     AudioConfig,
     Convolution,
-    EncoderLayer,
+    WhisperLayer,
     in_pairs,
     log_mel,
     read_audio,
@@ -46,7 +46,7 @@ class WhisperEncoder:
             Convolution(weights, f"{name}.conv2", (D, D), 2),
         ]
         self.places = weights.dense(f"{name}.embed_positions.weight", config.most_rows, D)
-        self.layers = [EncoderLayer(config, weights, f"{name}.layers.{i}", False) for i in range(config.depth)]
+        self.layers = [WhisperLayer(config, weights, f"{name}.layers.{i}", False) for i in range(config.depth)]
         self.norm = LayerNorm(weights, f"{name}.layer_norm", D, 1e-5)
 
     def __call__(self, mel_BTM: Tensor, num_rows: int) -> Tensor:
