@@ -39,6 +39,9 @@ ON_DEVICE = -1
 """In place of a draft's token id: the draft that the executor's drafter made after the sequence's last step."""
 
 
+AUDIO_DETAILS = (-1,)  # those of an ``ImageInput`` that is audio
+
+
 class ImageInput(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """An image in a prompt, or audio: its placeholders, and its pixels or samples as the tower takes them."""
 

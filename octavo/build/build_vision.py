@@ -15,7 +15,7 @@ import torch
 from octavo.config import EngineConfig
 from octavo.engine.sequence_images import ImageSettings
 from octavo.errors import CheckpointError
-from octavo.images.audio import AUDIO_DETAILS, RATE, AudioForm
+from octavo.images.audio import RATE, AudioForm
 from octavo.images.families import read_processor
 from octavo.images.processors import ImageProcessor
 from octavo.models.meta_model import Outline
@@ -28,6 +28,7 @@ from octavo.quant.checkpoint_tensors import TensorSource
 from octavo.quant.stored.stored_weight import WeightFormat
 from octavo.runtime.executors.embedding_pool import GRAPH_PIXELS, EmbeddingPool, pool_bytes
 from octavo.steps.limits import StepLimits
+from octavo.types import AUDIO_DETAILS
 from octavo.weights.checkpoint import Checkpoint
 from octavo.weights.gguf.gguf_checkpoint import ProjectorTensors
 from octavo.weights.gguf.gguf_reader import vocabulary

@@ -15,8 +15,6 @@ from typing import Any
 RATE, HOP = 16_000, 160
 """Samples of a second, and from one frame of a spectrogram to the next."""
 SAMPLE_BYTES = 3
-AUDIO_DETAILS = (-1,)
-"""The details of audio, see ``ImageInput``."""
 LEAST_SAMPLES = RATE // 10
 """Silence follows what is shorter."""
 MOST_SECONDS = 1000.0

@@ -14,11 +14,11 @@ from typing import Any
 
 import msgspec
 
-from octavo.images.audio import AUDIO_DETAILS, SAMPLE_BYTES, AudioForm
+from octavo.images.audio import SAMPLE_BYTES, AudioForm
 from octavo.images.resizing import limited, low
 from octavo.images.videos import Frames, VideoForm
 from octavo.text.conversation import ImageText
-from octavo.types import ImageInput
+from octavo.types import AUDIO_DETAILS, ImageInput
 
 PIXTRAL_ENDS = "[IMG_BREAK]", "[IMG_END]"
 AROUND_TILE, WHOLE, LINE, LINES = "<fake_token_around_image>", "<global-img>", "\n", "\n\n"

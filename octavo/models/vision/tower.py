@@ -9,8 +9,8 @@ from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
-from octavo.images.audio import AUDIO_DETAILS
 from octavo.models.config_keys import ConfigKeys, wrong
+from octavo.types import AUDIO_DETAILS
 
 logger = logging.getLogger(__name__)
 

@@ -15,13 +15,13 @@ import torch
 from torch import Tensor
 
 from octavo.errors import CANCELLATIONS, RunnerError
-from octavo.images.audio import AUDIO_DETAILS
 from octavo.models.vision.tower import Pixels, Tower, VisionConfig
 from octavo.ops.device_backend import backend_of
 from octavo.quant.stored.stored_weight import WeightFormat
 from octavo.runtime.executors.graphs import Graphs
 from octavo.runtime.replies import Done, FailedReply
 from octavo.steps.messages import EncodeImages, ImageToEncode, Reply
+from octavo.types import AUDIO_DETAILS
 
 logger = logging.getLogger(__name__)
 
