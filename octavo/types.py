@@ -55,8 +55,7 @@ class ImageInput(msgspec.Struct, frozen=True, array_like=True, gc=False):
     shape: tuple[int, int, int]
     """Tiles or frames, and rows and columns of pixels of each; of audio 1, 1 and the number of samples."""
     pixels: bytes  # uint8, RGB; of audio samples of 24 bits, the lowest byte first
-    details: tuple[int, ...] = ()
-    """What else the family's tower has to know."""
+    details: tuple[int, ...] = ()  # what else the family's tower has to know
     grid: tuple[int, int] | None = None
     """Rows and columns of its embeddings, for models whose rotary positions have an axis for each."""
     elapsed: int | None = None  # of frames right behind others of their video: rotary positions since the first ones
