@@ -69,6 +69,7 @@ class _Live:
         "_open",
         "begin",
         "engine_ids",
+        "first_reader",
         "first_weights",
         "outputs",
         "place",
@@ -89,6 +90,8 @@ class _Live:
         self.unfinished = set(range(head.num_choices))
         self.engine_ids: dict[int, int] = {}
         self.readers: list[DurableReader] = []
+        self.first_reader: DurableReader | None = None
+        """Until it begins, as it does once the request is on disk."""
         self.weights: dict[int, str] = {}
         """The version with which a choice goes on, where it has changed."""
 
@@ -106,6 +109,19 @@ class _Live:
         self._open.pop(index, None)
         self.outputs.append((index, output))
         self.place += extent(output.tokens)
+
+    def tell_weights(self, reader: DurableReader) -> None:
+        """Tell of the weights with which choices go on, or have ended."""
+        for choice in reader.generation.choices:
+            if choice.index in self.weights:
+                choice.on_weights(self.weights[choice.index])
+
+    def leave(self, reader: DurableReader) -> None:
+        """Forget a reader, if it is known."""
+        if reader is self.first_reader:
+            self.first_reader = None
+        if reader in self.readers:
+            self.readers.remove(reader)
 
 
 class DurableRequest:
@@ -255,6 +271,8 @@ class DurableRequest:
         if self._account is not None:
             self._account.charge(sum(len(output.tokens) for _, output in live.outputs))
         self._ended = pack(self.head, live.begin, merged(live.outputs))
+        if live.first_reader is not None:
+            live.tell_weights(live.first_reader)
         self._live = None
         self._owner.ended(self)
 
@@ -283,6 +301,7 @@ class DurableRequest:
         assert self._live is not None
         generation.account = None  # ``_end_if_finished`` charges it
         generation.reader = generation.engine = reader = DurableReader(self, self._live.begin, generation)
+        self._live.first_reader = reader
         return reader
 
     def new_reader(self) -> DurableReader:
@@ -302,17 +321,18 @@ class DurableRequest:
         """Give a reader all output so far, and what follows."""
         _, outputs = self._content()
         if self._live is not None:
+            self._live.leave(reader)
             self._live.readers.append(reader)
         for index, output in outputs:
             reader.on_output(index, output)
-        for index, version in ({} if self._live is None else self._live.weights).items():
-            reader.generation.choices[index].on_weights(version)
+        if self._live is not None:
+            self._live.tell_weights(reader)
         if self._error is not None:
             reader.on_error(self._error)
 
     def remove_reader(self, reader: DurableReader) -> None:
-        if self._live is not None and reader in self._live.readers:
-            self._live.readers.remove(reader)
+        if self._live is not None:
+            self._live.leave(reader)
 
     def _content(self) -> tuple[Begin, Outputs]:
         """What it computes, and its output so far. Raises ``RequestFailed`` if the log had something else."""

@@ -122,15 +122,23 @@ def test_an_answer_names_its_weights_unless_it_is_read_again(tmp_path: Path, str
         assert "x-octavo-weight-version" not in again.headers
 
 
+@pytest.mark.parametrize("has_ended", [False, True])
 @pytest.mark.parametrize("stream", [False, True])
-def test_an_answer_names_the_weights_of_the_engine_that_was_chosen(tmp_path: Path, stream: bool) -> None:
-    """Which of several it is, is known when the request is given to it."""
+def test_an_answer_names_the_weights_of_the_engine_that_was_chosen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stream: bool, has_ended: bool
+) -> None:
+    """Which of several it is, is known when the request is given to it; it may end before it is on disk."""
 
     class Chosen(PacedEngine):
         def add(self, request: Request, listener: OutputListener) -> None:
             listener.on_weights("8")
             super().add(request, listener)
 
+    async def synced(log: journal.Journal) -> None:
+        while has_ended and served.engine.live:
+            await asyncio.sleep(0.001)
+
+    monkeypatch.setattr(journal.Journal, "synced", synced)
     served = Served(Chosen(), byte_tokenizer(), {"journal": str(tmp_path), "weight_updates_dir": str(tmp_path)})
     try:
         answer = send(served, **({} if stream else UNSTREAMED))
@@ -162,6 +170,7 @@ def test_tokens_of_many_steps_are_one_record(tmp_path: Path, monkeypatch: pytest
         append(writer, record)
 
     monkeypatch.setattr(synced_log.LogWriter, "append", count)
+    monkeypatch.setattr(journal, "RECORD_SECONDS", 60.0)  # however long the steps take here
     with serving(tmp_path) as served:
         num_events = len(events(send(served)))  # a busy machine sends some tokens together
     assert len(records) < 10 < num_events
