@@ -113,8 +113,9 @@ def descendants(pid: int) -> list[psutil.Process]:
 
 
 def shared_memory() -> set[str]:
-    """What has a name there, but for the semaphores that other processes of this machine make with multiprocessing."""
-    return {name for name in os.listdir("/dev/shm") if not name.startswith("sem.mp-")}
+    """What has a name there, but for what other processes of this machine put there: folders, and the semaphores of
+    multiprocessing."""
+    return {entry.name for entry in os.scandir("/dev/shm") if entry.is_file() and not entry.name.startswith("sem.mp-")}
 
 
 async def are_gone(pids: list[int]) -> bool:

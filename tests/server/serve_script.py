@@ -11,12 +11,15 @@ from typing import Any
 
 from octavo.config import ServeConfig
 from octavo.errors import Unavailable
+from octavo.types import Request
+from octavo_server.engines.engine_client import OutputListener
 from octavo_server.front import serving
 from tests.server.in_process import InProcessEngine
 
 
 class SlowEngine(InProcessEngine):
-    """Starts, steps at a human pace, and drains as ``AsyncEngine`` does."""
+    """Starts, steps at a human pace, and drains as ``AsyncEngine`` does; the requests that it has then go on once it
+    has refused another one."""
 
     def __init__(self, config: ServeConfig, argv: list[str] | None) -> None:
         super().__init__()
@@ -26,7 +29,7 @@ class SlowEngine(InProcessEngine):
         await asyncio.sleep(0.2)
 
     async def stop(self, timeout: float) -> None:
-        self.is_draining, self.is_ready = True, False
+        self.is_draining, self.is_ready, self.runs = True, False, False
         loop = asyncio.get_running_loop()
         deadline = loop.time() + timeout
         while self.live and loop.time() < deadline:
@@ -35,8 +38,13 @@ class SlowEngine(InProcessEngine):
             self.abort(live.request.id)
             live.listener.on_error(Unavailable("The server shut down before this request was finished."))
 
+    def add(self, request: Request, listener: OutputListener) -> None:
+        self.runs = True
+        self._schedule()
+        super().add(request, listener)
+
     def _schedule(self) -> None:
-        if self.live and not self._is_scheduled:
+        if self.runs and self.live and not self._is_scheduled:
             self._is_scheduled = True
             asyncio.get_running_loop().call_later(0.02, self._run)
 

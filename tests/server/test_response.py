@@ -177,10 +177,10 @@ def test_silence_is_filled_with_comments(serve_app: Any, monkeypatch: pytest.Mon
         reader, writer = await connect(served.port, "/v1/chat/completions", CHAT)
         while not engine.num_live:
             await asyncio.sleep(0.005)
+        start = time.monotonic()
         served.call(engine.step)
         await read_head(reader)
         assert b"assistant" in await read_chunk(reader)
-        start = time.monotonic()
         assert [await read_chunk(reader) for _ in range(3)] == [b": keep-alive\n\n"] * 3
         assert time.monotonic() - start > 0.1
         served.call(engine.step)

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 from octavo_server.front import service_manager
@@ -63,6 +64,8 @@ def test_a_server_that_hangs_gives_no_sign_of_life(
     assert set(starting) == {b"WATCHDOG=1"}
     assert [manager.recv(100) for _ in range(3)] == [b"WATCHDOG=1"] * 3
     os.kill(server.process.pid, signal.SIGSTOP)
+    while psutil.Process(server.process.pid).status() != psutil.STATUS_STOPPED:
+        time.sleep(0.001)
     drain(manager)
     time.sleep(0.5)
     assert not drain(manager)

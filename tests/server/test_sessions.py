@@ -332,6 +332,7 @@ def note(path: Path, agent: str, model: str, rates: dict[str, list[float]], turn
 
 
 def test_a_client_lets_go_of_its_session(served: Served) -> None:
+    served.engine.session_orders.clear()
     answer = served.client.delete("/v1/sessions/1")
     assert answer.json() == {"id": "1", "object": "session", "deleted": True}
     assert served.engine.session_orders == [SessionOrder("forget", "", "1")]

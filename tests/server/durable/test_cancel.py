@@ -30,9 +30,11 @@ def with_keys(folder: Path, **settings: Any) -> Iterator[Served]:
 
 def begin(served: Served, key: str, name: str) -> None:
     """Send a request and close the connection before it is answered."""
-    headers = bearer(key) | {"Idempotency-Key": name}
-    with contextlib.suppress(httpx.TimeoutException):
-        httpx.post(f"{served.url}/v1/completions", json={"prompt": "Hi", "max_tokens": 9}, headers=headers, timeout=0.2)
+    headers, timeout = bearer(key) | {"Idempotency-Key": name}, httpx.Timeout(60, read=0.2)
+    with contextlib.suppress(httpx.ReadTimeout):
+        httpx.post(
+            f"{served.url}/v1/completions", json={"prompt": "Hi", "max_tokens": 9}, headers=headers, timeout=timeout
+        )
 
 
 def status(served: Served, key: str, name: str) -> int:

@@ -89,6 +89,14 @@ class Proxy(AppServer):
             threading.Event().wait(0.01)
         raise TimeoutError
 
+    def wait_idle(self) -> None:
+        """Wait until earlier requests have ended: a client may have all of an answer before that."""
+        for _ in range(1000):
+            if not self.upstream.num_live:
+                return
+            threading.Event().wait(0.01)
+        raise TimeoutError
+
     def stop(self) -> None:
         self.run(self.upstream.stop(0))
         super().stop()

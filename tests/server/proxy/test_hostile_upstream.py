@@ -9,6 +9,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -16,11 +17,14 @@ import pytest
 from octavo_fleet.proxy import connections, relay, upstream
 from octavo_server.tenants.api_keys import Account
 from tests.server.proxy.proxied import HEAD, OK, Proxy, Raw, chunk
+from tests.timing import undisturbed
 
 MiB = 1 << 20
 PROMPT: dict[str, Any] = {"prompt": "Hi", "max_tokens": 4}
 PLAIN = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\n"
 START = b"HTTP/1.1 200 OK\r\n"
+SOME_SECONDS = (0.3, 3.0, 30.0)
+"""Until a request ends; on a busy machine what an upstream sends at once comes after the first, or the second."""
 
 
 class Stranger(Raw):
@@ -96,16 +100,13 @@ def test_an_upstream_waits_for_a_slow_client(start: Callable[..., Proxy], is_str
     proxy = start(stranger)
     with socket.create_connection(("127.0.0.1", proxy.port)) as client:
         client.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-length: 2\r\n\r\n{}")
-        before = -1
-        while stranger.num_sent != before:
+        before = 0
+        while not before or stranger.num_sent != before:
             before = stranger.num_sent
             time.sleep(0.2)
         assert 0 < before < 64 * MiB, "the buffers of four sockets, and little of the proxy's"
         assert proxy.upstream.num_live == 1
-    deadline = time.monotonic() + 5
-    while proxy.upstream.num_live and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert proxy.upstream.num_live == 0, "the client has left"
+    proxy.wait_idle()  # the client has left
 
 
 @pytest.mark.parametrize("has_length", [False, True])
@@ -247,9 +248,7 @@ def test_what_an_upstream_says_unasked_reaches_no_request(
 def test_an_upstream_that_never_answers(start: Callable[..., Proxy], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connections.Connections.__init__, "__defaults__", (0.3,))
     stranger = Stranger(lambda: iter([]))
-    began = time.monotonic()
     assert ask(start(stranger)) == (504, "upstream_timeout")
-    assert time.monotonic() - began < 5
 
 
 @pytest.mark.parametrize("trickle", [b"HTTP/1.1 100 C\r\n\r\n", b"x"])
@@ -270,13 +269,16 @@ def test_a_head_that_trickles(start: Callable[..., Proxy], monkeypatch: pytest.M
 def test_an_upstream_that_stops_in_its_answer(
     start: Callable[..., Proxy], monkeypatch: pytest.MonkeyPatch, is_stream: bool
 ) -> None:
-    monkeypatch.setattr(connections.Connections.__init__, "__defaults__", (0.3,))
     begin = HEAD + chunk(b'data: {"a": 1}\n\n') if is_stream else PLAIN + b"content-length: 9\r\n\r\n{"
-    proxy = start(Stranger(lambda: iter([begin])))
-    if not is_stream:
-        assert ask(proxy) == (504, "upstream_timeout")
-        return
-    response = proxy.client.post("/v1/completions", json={**PROMPT, "stream": True})
+    for seconds in SOME_SECONDS:
+        monkeypatch.setattr(connections.Connections.__init__, "__defaults__", (seconds,))
+        proxy = start(Stranger(lambda: iter([begin])))
+        if not is_stream:
+            assert ask(proxy) == (504, "upstream_timeout")
+            return
+        response = proxy.client.post("/v1/completions", json={**PROMPT, "stream": True})
+        if response.status_code == 200:
+            break
     _, error, done, _ = response.content.split(b"\n\n")
     assert json.loads(error.removeprefix(b"data: "))["error"]["code"] == "upstream_timeout"
     assert done == b"data: [DONE]"
@@ -284,30 +286,32 @@ def test_an_upstream_that_stops_in_its_answer(
 
 @pytest.mark.parametrize("begin", [b"", HEAD, HEAD + chunk(b'data: {"a": 1}\n\n')])
 def test_the_request_timeout(start: Callable[..., Proxy], begin: bytes) -> None:
-    proxy = start(Stranger(lambda: iter([begin])), request_timeout=0.3)
-    response = proxy.client.post("/v1/completions", json=PROMPT)
-    code = b'"code":"deadline_exceeded"'
-    if begin.endswith(b"\n\n\r\n"):
+    code, has_event = b'"code":"deadline_exceeded"', begin.endswith(b"\n\n\r\n")
+    for seconds in SOME_SECONDS:
+        proxy = start(Stranger(lambda: iter([begin])), request_timeout=seconds)
+        response = proxy.client.post("/v1/completions", json=PROMPT)
+        if response.status_code == 200 or not has_event:
+            break
+    if has_event:
         assert response.status_code == 200
         assert code in response.content
         assert response.content.endswith(b"data: [DONE]\n\n")
     else:
         assert response.status_code == 504
         assert code in response.content
-    assert proxy.upstream.num_live == 0
+    proxy.wait_idle()
 
 
 def test_the_request_timeout_counts_the_wait_for_a_place(start: Callable[..., Proxy]) -> None:
     proxy = start(Stranger(lambda: iter([])), request_timeout=0.5, max_num_seqs=1)
-    statuses: list[int] = []
-    threads = [threading.Thread(target=lambda: statuses.append(ask(proxy)[0])) for _ in range(3)]
-    began = time.monotonic()
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert statuses == [504] * 3
-    assert time.monotonic() - began < 3
+
+    def ask_together() -> float:
+        began = time.monotonic()
+        with ThreadPoolExecutor(3) as pool:
+            assert list(pool.map(lambda _: ask(proxy)[0], range(3))) == [504] * 3
+        return time.monotonic() - began
+
+    assert undisturbed(ask_together, 1.4) < 1.4, "one after the other they take 1.5 s"
 
 
 @pytest.mark.parametrize("how", ["timeout", "stop"])
@@ -321,47 +325,47 @@ def test_a_client_that_does_not_read_holds_nothing_up(
         while True:
             yield chunk(b"data: %b\n\n" % (b"x" * 60_000))
 
-    proxy = start(Stranger(answer), **({"request_timeout": 0.5} if how == "timeout" else {}))
+    stranger = Stranger(answer)
+    proxy = start(stranger, **({"request_timeout": 0.5} if how == "timeout" else {}))
     with socket.create_connection(("127.0.0.1", proxy.port)) as client:
         client.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-length: 2\r\n\r\n{}")
-        while not proxy.upstream.num_live:
-            time.sleep(0.01)
-        time.sleep(0.3)
-        began = time.monotonic()
+        before = 0
+        while not before or stranger.num_sent != before:
+            before = stranger.num_sent
+            time.sleep(0.2)
         if how == "stop":
             proxy.run(proxy.upstream.stop(0.1))
-        while proxy.upstream.num_live:
-            time.sleep(0.01)
-            assert time.monotonic() - began < 3
+        proxy.wait_idle()
 
 
 def test_bodies_that_wait_for_an_upstream_are_bounded(
     start: Callable[..., Proxy], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class Silent(Raw):
+    may_answer = threading.Event()
+
+    class Waiting(Raw):
         def _serve(self, connection: socket.socket) -> None:
             with connection, contextlib.suppress(OSError):
                 while connection.recv(1 << 16).startswith(b"GET"):
                     connection.sendall(OK)
+                may_answer.wait(60)
+                connection.sendall(OK.replace(b"\r\n", b"\r\nconnection: close\r\n", 1))
                 while connection.recv(1 << 16):
                     pass
 
     monkeypatch.setattr(upstream, "MAX_REQUEST_BYTES", 1_000_000)
-    proxy = start(Silent(), request_timeout=1.0)
-    body = b'{"prompt": "%b"}' % (b"x" * 600_000)
-    statuses: list[int] = []
+    proxy = start(Waiting())
 
-    def ask() -> None:
-        response = proxy.client.post("/v1/completions", content=body)
-        statuses.append(response.status_code)
+    def send(num_bytes: int) -> int:
+        return proxy.client.post("/v1/completions", content=b'{"prompt": "%b"}' % (b"x" * num_bytes)).status_code
 
-    threads = [threading.Thread(target=ask) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert sorted(statuses) == [429, 429, 429, 504]
-    assert proxy.client.post("/v1/completions", content=b"x" * 1_100_000).status_code == 504, "one is always accepted"
+    with ThreadPoolExecutor(4) as pool:
+        asked = [pool.submit(send, 600_000) for _ in range(4)]
+        while sum(each.done() for each in asked) < 3:
+            time.sleep(0.01)
+        may_answer.set()
+        assert sorted(each.result() for each in asked) == [200, 429, 429, 429]
+    assert send(1_100_000) == 200, "one is always accepted"
 
 
 # --- paths ---
@@ -432,6 +436,7 @@ def watch_charges(proxy: Proxy) -> Callable[[], int]:
     before = account.num_tokens
 
     def charged() -> int:
+        proxy.wait_idle()
         return account.num_tokens - before
 
     return charged

@@ -130,7 +130,6 @@ def test_what_is_no_json_and_what_has_a_key_go_to_the_decode_server_alone(
 def test_the_decode_server_gets_what_a_prefill_server_does_not_compute(
     trouble: str, start: Callable[..., Proxy], backends: Callable[..., Backend], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(upstream_server, "HEALTH_SECONDS", 0.2)
     monkeypatch.setattr(upstream_server, "CHECK_SECONDS", 0.1)
     monkeypatch.setattr(prefill, "CHECK_SECONDS", 0.1)
     more = {} if trouble == "plain" else {"kv_transfer_params": PARAMS}
@@ -141,6 +140,8 @@ def test_the_decode_server_gets_what_a_prefill_server_does_not_compute(
     elif trouble == "error":
         first.status = 503
     elif trouble == "hangs":
+        monkeypatch.setattr(proxy.upstream._servers[0], "_max_slow_checks", 10**9)  # the decode server may be slow
+        monkeypatch.setattr(upstream_server, "HEALTH_SECONDS", 0.2)
         first.hangs.clear()
     assert ask(proxy) == "decode"
     assert "kv_transfer_params" not in second.sent[0][1]
