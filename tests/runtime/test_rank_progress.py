@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -30,6 +31,7 @@ def memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[MappedRankMemory]:
     """That of two ranks; a rank is stuck after half a second."""
     for name in ("STALL_SECONDS", "STOPPED_SECONDS"):
         monkeypatch.setattr(rank_group, name, 0.5)
+    monkeypatch.setattr(rank_group, "LOOK_SECONDS", 0.05)
     descriptor = make_memory(2)
     yield MappedRankMemory(descriptor, 0, 2)
     os.close(descriptor)
@@ -39,14 +41,15 @@ def never() -> None:
     pass
 
 
-def found(memory: MappedRankMemory, code: str, stops: bool = False) -> tuple[int, bool] | None:
-    """What is found in one and a half seconds."""
-    process = subprocess.Popen([sys.executable, "-c", code])
+def found(memory: MappedRankMemory, code: str, seconds: float, stops: bool = False) -> tuple[int, bool] | None:
+    """What is found in so many seconds."""
+    process = subprocess.Popen([sys.executable, "-S", "-c", f"print(flush=True)\n{code}"], stdout=subprocess.PIPE)
     try:
-        time.sleep(1)
+        assert process.stdout is not None
+        process.stdout.readline()
         if stops:
             process.send_signal(signal.SIGSTOP)
-        progress, deadline = StalledRankFinder(memory, {1: process.pid}), time.monotonic() + 1.5
+        progress, deadline = StalledRankFinder(memory, {1: process.pid}), time.monotonic() + seconds
         while time.monotonic() < deadline:
             if (stuck := progress.stuck()) is not None:
                 return stuck
@@ -59,20 +62,34 @@ def found(memory: MappedRankMemory, code: str, stops: bool = False) -> tuple[int
 
 def test_a_rank_with_a_message_to_read_that_sleeps_or_is_stopped_is_stuck(memory: MappedRankMemory) -> None:
     RingWriter(memory.ring, never).write(b"step")
-    assert found(memory, SLEEPS) == (1, False)
-    assert found(memory, BUSY, stops=True) == (1, True)
+    assert found(memory, SLEEPS, 60) == (1, False)
+    assert found(memory, BUSY, 60, stops=True) == (1, True)
+
+
+def test_a_rank_is_not_stuck_because_nobody_looked(memory: MappedRankMemory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a machine that stands still for a while."""
+    RingWriter(memory.ring, never).write(b"step")
+    now = 0.0
+    monkeypatch.setattr(rank_group, "time", SimpleNamespace(monotonic=lambda: now))
+    monkeypatch.setattr(rank_group, "processor_time", lambda pid: (7, False))
+    progress, looks = StalledRankFinder(memory, {1: 1}), list[object]()
+    for seconds in (0.05, 1000.0, *[0.05] * 20):
+        now += seconds
+        looks.append(progress.stuck())
+    assert looks[:5] == [None] * 5
+    assert looks[-1] == (1, False)
 
 
 def test_a_rank_that_computes_is_not_stuck(memory: MappedRankMemory) -> None:
     RingWriter(memory.ring, never).write(b"step")
-    assert found(memory, BUSY) is None
+    assert found(memory, BUSY, 1.5) is None
 
 
 def test_a_rank_that_nobody_waits_for_is_not_stuck(memory: MappedRankMemory) -> None:
     RingWriter(memory.ring, never).write(b"step")
     RingReader(memory.ring, 0, never).next()
-    assert found(memory, SLEEPS) is None
-    assert found(memory, BUSY, stops=True) is None
+    assert found(memory, SLEEPS, 1.5) is None
+    assert found(memory, BUSY, 1.5, stops=True) is None
 
 
 def test_a_rank_of_a_stage_is_waited_for_while_it_works_and_not_while_it_waits_itself() -> None:

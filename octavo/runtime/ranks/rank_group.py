@@ -286,19 +286,22 @@ class StalledRankFinder:
         """``pids`` of the ranks."""
         self._memory, self._pids = memory, pids
         self._last: dict[int, tuple[object, float]] = {}
-        """What each rank had done when it was last seen to make progress, and when that was."""
+        """What each rank had done when it was last seen to make progress, and seconds since then."""
+        self._looked = time.monotonic()
 
     def stuck(self) -> tuple[int, bool] | None:
         """The rank that is stuck, and whether a signal stopped it; ``None`` if there is none."""
-        now = time.monotonic()
+        before, self._looked = self._looked, time.monotonic()
+        # After a longer time this process stood still, and perhaps the ranks with it.
+        seconds = min(self._looked - before, 2 * LOOK_SECONDS)
         for rank, pid in self._pids.items():
             progress, is_waited_for = self._memory.progress(rank)
             time_used, is_stopped = processor_time(pid)
             done = progress, time_used
-            last, since = self._last.get(rank, (None, now))
-            if done != last or not is_waited_for:
-                self._last[rank] = done, now
-            elif now - since > (STOPPED_SECONDS if is_stopped else STALL_SECONDS):
+            last, idle_seconds = self._last.get(rank, (None, 0.0))
+            idle_seconds = idle_seconds + seconds if done == last and is_waited_for else 0.0
+            self._last[rank] = done, idle_seconds
+            if idle_seconds > (STOPPED_SECONDS if is_stopped else STALL_SECONDS):
                 return rank, is_stopped
         return None
 
