@@ -87,15 +87,15 @@ KINDS: list[Callable[[Pieces], None]] = [Pieces.work, Pieces.give, Pieces.start_
 def test_the_end_of_a_group_waits_for_a_piece_and_not_for_all(kind: Callable[[Pieces], None]) -> None:
     group, other, pieces, others = ThreadGroup(), ThreadGroup(), Pieces(), Pieces()
     thread, living = group.start("outer", kind, pieces), other.start("other", others.work)
-    assert pieces.began.wait(10)
-    assert others.began.wait(10)
+    assert pieces.began.wait(30)
+    assert others.began.wait(30)
     group.end()
     num_done = pieces.num_done
     assert not thread.is_alive()
     assert 1 <= num_done < 600
     assert living.is_alive(), "the threads of others go on"
     late = group.start("late", pieces.work)
-    late.join(10)
+    late.join(30)
     assert not late.is_alive()
     assert pieces.num_done == num_done, "nothing begins after the end"
     other.end()
@@ -113,7 +113,7 @@ def test_a_thread_of_the_process_outlives_the_group_that_started_it() -> None:
 def test_a_thread_that_ends_its_own_group_does_not_wait_for_itself() -> None:
     group = ThreadGroup()
     thread = group.start("own", group.end)
-    thread.join(10)
+    thread.join(30)
     assert not thread.is_alive()
 
 
@@ -130,7 +130,7 @@ def test_a_group_may_end_while_a_thread_of_it_is_being_started(monkeypatch: pyte
     monkeypatch.setattr(threading, "Thread", Slow)
     other = threading.Thread(target=group.start, args=("inner", pieces.work))
     other.start()
-    assert is_starting.wait(10)
+    assert is_starting.wait(30)
     group.end()
-    other.join(10)
+    other.join(30)
     assert not pieces.num_done

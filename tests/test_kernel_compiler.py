@@ -27,7 +27,7 @@ def test_it_is_prepared_once_and_can_be_waited_for(monkeypatch: pytest.MonkeyPat
     go, digests = threading.Event(), []
 
     def triton_key() -> None:
-        go.wait(10)
+        go.wait(30)
         digests.append(threading.current_thread())
 
     monkeypatch.setitem(sys.modules, "triton.runtime.cache", SimpleNamespace(triton_key=triton_key))
@@ -35,7 +35,7 @@ def test_it_is_prepared_once_and_can_be_waited_for(monkeypatch: pytest.MonkeyPat
     assert kernel_compiler.preparation() is thread
     assert thread.is_alive()
     go.set()
-    thread.join(10)
+    thread.join(30)
     assert digests == [thread]
 
 
@@ -44,7 +44,7 @@ def test_another_triton_or_none_is_no_error(module: object, monkeypatch: pytest.
     errors: list[object] = []
     monkeypatch.setattr(threading, "excepthook", errors.append)
     monkeypatch.setitem(sys.modules, "triton.runtime.cache", module)
-    kernel_compiler.preparation().join(10)
+    kernel_compiler.preparation().join(30)
     assert not errors
 
 

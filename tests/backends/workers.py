@@ -44,7 +44,7 @@ class WorkerProcess:
     def end(self, number: int) -> None:
         """Send a signal, and wait for the end."""
         self.process.send_signal(number)
-        self.process.wait(10)
+        self.process.wait(30)
         if self.process.stdout is not None:
             self.process.stdout.close()
 
@@ -68,7 +68,9 @@ class FakeWorker(OnnxWorker):
                 case "aborts":
                     context.abort(grpc.StatusCode.INTERNAL, "out of luck")
                 case "hangs":
-                    time.sleep(1.5)
+                    while context.is_active():
+                        time.sleep(0.01)
+                    return
                 case "skips":
                     step.number += 1
                 case "floods":

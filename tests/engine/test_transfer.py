@@ -8,7 +8,7 @@ import random
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError, Future
 from pathlib import Path
 from typing import Any
@@ -40,7 +40,7 @@ from tests.tiers import nightly
 
 KEY = "a key"
 IDENTITY = Identity("oracle", "")
-SETTINGS = CacheSettings(role="prefill", kv_transfer_key=KEY, kv_transfer_timeout=2.0)
+SETTINGS = CacheSettings(role="prefill", kv_transfer_key=KEY, kv_transfer_timeout=30.0)
 PROMPT = list(range(40))
 
 
@@ -53,8 +53,8 @@ class Half:
         self.offload = Offload(self.store, cache.block_size, IDENTITY, HostTier(1 << 20), keeps_evicted=False)
         cache.use_offload(self.offload)
 
-    def hold(self, seconds: float = 60.0, settings: CacheSettings = SETTINGS) -> HoldingServer:
-        held = HeldBlocks(1 << 20, seconds)
+    def hold(self, settings: CacheSettings = SETTINGS, clock: Callable[[], float] = time.monotonic) -> HoldingServer:
+        held = HeldBlocks(1 << 20, 600.0, clock)
         server = HoldingServer(settings, held, self.offload.fingerprint)
         self.offload.held = held, server
         return server
@@ -189,17 +189,19 @@ def test_a_request_with_a_grammar_waits_for_its_prompt_too(prefill: Half, decode
 
 
 def wait_for_none(prefill: Half) -> None:
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 30
     while prefill.held():
         assert time.monotonic() < deadline, "blocks are held that were fetched"
         time.sleep(0.001)
 
 
 def test_what_no_one_fetches_is_held_until_its_deadline(prefill: Half, decode: Half) -> None:
-    prefill.hold(seconds=0.05)
+    now = 0.0
+    prefill.hold(clock=lambda: now)
     request = handed_over(prefill, ask(None))
+    now = 599.0
     assert prefill.held() == 9
-    time.sleep(0.06)
+    now = 601.0
     assert prefill.held() == 0 == prefill.engine.stats().transfer_held_bytes
     assert prefill.engine.stats().num_transfer_expired == 1
     assert decode.compute(request).num_cached_tokens == 0
@@ -309,7 +311,8 @@ def test_a_certificate_must_be_of_one_of_the_cas(
     (own, key), (another, _) = certificates
     prefill.hold(settings=dataclasses.replace(SETTINGS, kv_transfer_ssl_certfile=own, kv_transfer_ssl_keyfile=key))
     cas = {"its own": own, "none": None, "another's": another}[trust]
-    decode.fetch(dataclasses.replace(SETTINGS, kv_transfer_ssl_ca_certs=cas, kv_transfer_timeout=1.0))
+    seconds = SETTINGS.kv_transfer_timeout if trust == "its own" else 1.0
+    decode.fetch(dataclasses.replace(SETTINGS, kv_transfer_ssl_ca_certs=cas, kv_transfer_timeout=seconds))
     found = decode.compute(handed_over(prefill, ask(None)))
     assert found.num_cached_tokens == (36 if trust == "its own" else 0)
     words = {"its own": "", "none": "a prompt is computed here", "another's": "certificate verify failed"}
@@ -357,17 +360,20 @@ def test_bytes_that_change_on_the_way_are_computed(
 
 
 @pytest.mark.parametrize("prefill", ["frames"], indirect=True)
-def test_a_silent_server_is_waited_for_once(prefill: Half, decode: Half, caplog: pytest.LogCaptureFixture) -> None:
-    timeout = 1.0  # far longer than a step takes, on a busy machine too
-    settings = dataclasses.replace(SETTINGS, kv_transfer_timeout=timeout)
-    decode.fetch(settings)
+def test_a_silent_server_is_waited_for_once(
+    prefill: Half, decode: Half, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kv_channel, "REST_SECONDS", 600.0)
+    decode.fetch(dataclasses.replace(SETTINGS, kv_transfer_timeout=0.2))
     with socket.create_server(("127.0.0.1", 0)) as listening:  # accepts, and says nothing
         address = f"127.0.0.1:{listening.getsockname()[1]}"
         for number in range(3):
             transfer = KVTransfer(address, kv_channel._signed(KEY, str(number), address))
-            started = time.monotonic()
             assert decode.compute(ask(transfer, number)).num_cached_tokens == (0 if not number else 36)
-            assert (time.monotonic() - started > timeout) == (number == 0)
+        listening.accept()[0].close()
+        listening.setblocking(False)
+        with pytest.raises(BlockingIOError):
+            listening.accept()
     assert caplog.text.count("timed out") == 3
 
 
@@ -379,10 +385,10 @@ def test_a_login_that_takes_its_time_keeps_no_place(prefill: Half, monkeypatch: 
         slow.sendall((60_000).to_bytes(4, "little"))
         began = time.monotonic()
         with contextlib.suppress(OSError):
-            while time.monotonic() - began < 5:
+            while time.monotonic() - began < 30:
                 slow.sendall(b"x")
                 time.sleep(0.05)
-        assert time.monotonic() - began < 5
+        assert time.monotonic() - began < 30
 
 
 def test_a_connection_that_cannot_be_accepted_is_not_the_last(prefill: Half, decode: Half) -> None:

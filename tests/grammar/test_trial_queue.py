@@ -321,8 +321,8 @@ def test_grammars_that_take_little_time_need_one_process(monkeypatch: pytest.Mon
 def test_a_second_process_ends_when_there_is_nothing_to_do(slow: type[SlowChild]) -> None:
     async def test(trials: TrialQueue) -> None:
         tasks = [asyncio.create_task(trials.try_grammar(f"{number}")) for number in range(4)]
-        await asyncio.sleep(0.05)
-        assert len(trials._processes) == MAX_PROCESSES
+        while len(trials._processes) < MAX_PROCESSES:
+            await asyncio.sleep(0.001)
         slow.gate.release(4)
         await asyncio.gather(*tasks)
         assert len(trials._processes) == 1

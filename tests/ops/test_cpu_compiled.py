@@ -291,7 +291,7 @@ def test_a_background_process_ends_with_the_block_and_with_its_parent(two_cores:
         time.sleep(60)
 
     def is_gone() -> bool:
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 30
         while time.monotonic() < deadline:
             status = Path(f"/proc/{pid.value}/stat")
             if not status.exists() or status.read_text().rpartition(")")[2].split()[0] == "Z":

@@ -33,6 +33,6 @@ def test_a_wait_for_the_device_waits_for_captures_and_captures_for_each_other(mo
             other.join(0.05)
             assert other.is_alive()
     for other in others:
-        other.join(10)
+        other.join(30)
     assert order[:2] == ["begin", "end"]
     assert "".join(order[2:]) in ("waitbeginend", "beginendwait")

@@ -161,12 +161,12 @@ def test_a_thread_that_compiles_does_not_change_which_adapters_the_steps_of_anot
     def compile_others() -> None:
         with rows.of_rows(compiled_T):
             is_compiling.set()
-            is_done.wait(10)
+            is_done.wait(30)
 
     with rows.of_rows(running_T):
         thread = threading.Thread(target=compile_others)
         thread.start()
-        assert is_compiling.wait(10)
+        assert is_compiling.wait(30)
         assert rows.adapters_T is running_T
         is_done.set()
         thread.join()

@@ -456,10 +456,11 @@ def test_steps_with_extras_wait_for_their_kernels(loaded: Loaded) -> None:
     graphs._has_extra_kernels.clear()
     plain = [Request(i, [i, 3], SamplingParams(temperature=0), 9) for i in range(3)]
     assert_same(run(engine, plain), run(loaded.engine(), plain))  # the others do not
-    timer = threading.Timer(0.2, graphs._has_extra_kernels.set)
+    some = with_extras(4)
+    expected = run(loaded.engine(), some)
+    timer, started = threading.Timer(0.2, graphs._has_extra_kernels.set), time.monotonic()
     timer.start()
-    some, started = with_extras(4), time.monotonic()
-    assert_same(run(engine, some), run(loaded.engine(), some))
+    assert_same(run(engine, some), expected)
     assert time.monotonic() - started > 0.15
     timer.join()
 

@@ -86,7 +86,7 @@ class AppServer:
         async def run() -> Any:
             return function()
 
-        return asyncio.run_coroutine_threadsafe(run(), self.loop).result(10)
+        return asyncio.run_coroutine_threadsafe(run(), self.loop).result(30)
 
     def complete(self, **body: Any) -> httpx.Response:
         return self.client.post("/v1/completions", json={"prompt": "Hi", "max_tokens": 4, **body})
@@ -98,7 +98,7 @@ class AppServer:
     def stop(self) -> None:
         self.client.close()
         self.loop.call_soon_threadsafe(self._server.end)
-        self._thread.join(10)
+        self._thread.join(30)
         self.app.state.services.close()
 
 

@@ -125,7 +125,7 @@ async def are_gone(pids: list[int]) -> bool:
         except psutil.NoSuchProcess:
             return False
 
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(30):
         while any(map(runs, pids)):
             await asyncio.sleep(0.02)
     return True

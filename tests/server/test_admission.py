@@ -129,7 +129,7 @@ def test_short_texts_do_not_wait_for_long_ones(serve_app: Any, monkeypatch: pyte
     def slow(text: str, add_special_tokens: bool = True) -> list[int]:
         if len(text) > 200:
             began.set()
-            assert may_end.wait(10)
+            assert may_end.wait(30)
         return encode(text, add_special_tokens)  # type: ignore[no-any-return]
 
     monkeypatch.setattr(admitting.tokenizer, "encode", slow)
@@ -140,7 +140,7 @@ def test_short_texts_do_not_wait_for_long_ones(serve_app: Any, monkeypatch: pyte
         ask = {"text": lambda: served.complete(prompt=long), "conversation": lambda: served.chat(messages=messages)}
         waiting = [pool.submit(ask[kind]) for _ in range(4)]
         try:
-            assert began.wait(10)
+            assert began.wait(30)
             assert served.complete(prompt="x" * 100).status_code == 200
             assert served.chat().status_code == 200
             assert not any(done.done() for done in waiting)
@@ -220,7 +220,7 @@ def test_a_full_queue_is_a_429_and_a_place_that_frees_is_given_again(serve_app: 
     for _ in range(4):
         served.call(engine.step)
     for thread in waiting:
-        thread.join(10)
+        thread.join(30)
     engine.runs = True
     assert served.complete().status_code == 200
     assert engine.metrics.rejected["queue_full"] == 1

@@ -141,7 +141,7 @@ def test_a_listener_may_abort_and_add_during_its_callback() -> None:
 
             first = Stopping()
             engine.add(Request(engine.next_id(), [1], SamplingParams(), 1000), first)
-            await asyncio.wait_for(second.done.wait(), 10)
+            await asyncio.wait_for(second.done.wait(), 30)
             assert len(first.tokens) == 3
             assert engine.num_live == 0
 
@@ -189,7 +189,7 @@ def test_a_request_with_nothing_left_to_generate_is_answered() -> None:
         async with running() as engine:
             recorder = Recorder()
             engine.add(Request(engine.next_id(), [1], SamplingParams(), 2, output_tokens=[4, 5]), recorder)
-            await asyncio.wait_for(recorder.done.wait(), 10)
+            await asyncio.wait_for(recorder.done.wait(), 30)
             assert isinstance(recorder.error, errors.InvalidParameter)
 
     asyncio.run(main())

@@ -237,14 +237,14 @@ def test_unfinished_bodies_together(serve_app: Any, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(request_body, "SPARE_BYTES", 0)
     served = serve_app(max_request_bytes=MiB)
     head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
-    small = socket.create_connection(("127.0.0.1", served.port), timeout=10)
+    small = socket.create_connection(("127.0.0.1", served.port), timeout=30)
     whole = request_bytes("/v1/completions", {"prompt": "Hi", "max_tokens": 4})
     small.sendall(whole[:-5])
     clients = []
     for _ in range(8):
-        clients.append(socket.create_connection(("127.0.0.1", served.port), timeout=10))
+        clients.append(socket.create_connection(("127.0.0.1", served.port), timeout=30))
         clients[-1].sendall(head + b"Content-Length: %d\r\n\r\n" % MiB + b" " * (MiB // 2))
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 30
     answers: dict[socket.socket, bytes] = {}
     while len(answers) < 6 and time.monotonic() < deadline:
         for client in select.select(clients, [], [], 0.1)[0]:
@@ -258,7 +258,7 @@ def test_unfinished_bodies_together(serve_app: Any, monkeypatch: pytest.MonkeyPa
     assert small.recv(4096).startswith(b"HTTP/1.1 200 ")
     for client in (*clients, small):
         client.close()
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 30
     while served.call(lambda: budget.num_bytes) and time.monotonic() < deadline:
         time.sleep(0.01)
     assert served.call(lambda: budget.num_bytes) == 0

@@ -26,7 +26,7 @@ COMPLETION = request_bytes("/v1/completions", {"prompt": "Hi", "max_tokens": 4})
 
 
 def connect(served: Served) -> socket.socket:
-    return socket.create_connection(("127.0.0.1", served.port), timeout=10)
+    return socket.create_connection(("127.0.0.1", served.port), timeout=30)
 
 
 def rest(client: socket.socket) -> bytes:
@@ -198,7 +198,7 @@ def test_unfinished_heads_together(serve_app: Any, monkeypatch: pytest.MonkeyPat
     for client in clients:
         client.sendall(GET + b"x: " + b"y" * 30_000)
     gone = 0
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 30
     while gone < 10 and time.monotonic() < deadline:
         gone = sum(_is_closed(client) for client in clients)
     assert 10 <= gone < 60
@@ -288,7 +288,7 @@ def test_few_pipelined_requests_are_parsed_ahead(serve_app: Callable[..., Served
         assert len(connection._unparsed) <= MiB
         served.call(lambda: setattr(engine, "runs", True))
         served.call(engine._schedule)
-        client.settimeout(10)
+        client.settimeout(30)
         data = b""
         while data.count(b"HTTP/1.1 200 ") < 2000:
             data += client.recv(1 << 16)
@@ -360,7 +360,7 @@ def test_a_client_that_leaves_between_pipelined_requests(
         client.sendall(COMPLETION + COMPLETION)
         while not engine.live:
             time.sleep(0.005)
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 30
     while engine.live and time.monotonic() < deadline:
         time.sleep(0.005)
     assert len(engine.aborted) == len(engine.requests) == 1
@@ -389,7 +389,7 @@ def test_ended_connections_leave_nothing_for_the_garbage_collector(serve_app: Ca
         for is_streamed in (False, True):
             body = {"prompt": "Hi", "max_tokens": 100, "stream": is_streamed}
             exchange(request_bytes("/v1/completions", body), leaves=True)
-        deadline, state = time.monotonic() + 10, served._server.server_state
+        deadline, state = time.monotonic() + 30, served._server.server_state
         while (state.connections or engine.live or state.tasks) and time.monotonic() < deadline:
             time.sleep(0.005)
         assert not [*state.connections, *engine.live, *state.tasks]

@@ -102,7 +102,7 @@ def test_a_response_is_stored_when_its_conversation_is_damaged_meanwhile(
 
 
 def until(is_so: Callable[[], bool]) -> None:
-    end = time.monotonic() + 10
+    end = time.monotonic() + 30
     while not is_so():
         assert time.monotonic() < end
         time.sleep(0.005)

@@ -490,7 +490,7 @@ def test_a_journal_keeps_images(seeing: Seeing, tmp_path: Path) -> None:
             send(served)
 
     threading.Thread(target=ask, daemon=True).start()
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 30
     while not engine.requests:
         assert time.monotonic() < deadline
         time.sleep(0.01)

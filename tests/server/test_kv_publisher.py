@@ -37,7 +37,7 @@ class Client:
         self.events.setsockopt(zmq.SUBSCRIBE, b"kv")
         self.replay = self.context.socket(zmq.REQ)
         self.replay.connect(config.replay_endpoint)
-        deadline = time.monotonic() + 5
+        deadline = time.monotonic() + 30
         self.first = 0
         while not self.events.poll(20):  # until the subscription has arrived
             assert time.monotonic() < deadline

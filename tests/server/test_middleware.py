@@ -204,7 +204,7 @@ def test_a_request_that_outlasts_the_shutdown_is_told_so_in_a_line(
     while not served.engine.live:
         threading.Event().wait(0.002)
     served.call(lambda: [task.cancel() for task in served._server.server_state.tasks])
-    thread.join(10)
+    thread.join(30)
     assert found[0].status_code == 503
     assert "shut down" in found[0].json()["error"]["message"]
     assert "ended by the shutdown" in caplog.text

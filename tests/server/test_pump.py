@@ -116,7 +116,7 @@ def test_nothing_is_lost_or_swapped_when_the_client_is_slow_now_and_then(seed: i
             for _ in range(source.randrange(4)):
                 await asyncio.sleep(0)
         stream.may_send.set()
-        await asyncio.wait_for(stream.task, 5)
+        await asyncio.wait_for(stream.task, 30)
         wanted = b"".join(b"0:%d " % token for token in range(200)) + b"last data: [DONE]\n\n"
         assert b"".join(stream.writes) == wanted
 
@@ -132,6 +132,6 @@ def test_a_writer_that_fails_ends_the_answer_and_does_not_leave_it_hanging() -> 
         stream.writer.fail = True
         stream.tell(1)
         with pytest.raises(ZeroDivisionError):
-            await asyncio.wait_for(stream.task, 5)
+            await asyncio.wait_for(stream.task, 30)
 
     asyncio.run(check())

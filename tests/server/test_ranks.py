@@ -160,7 +160,7 @@ def test_ranks_end_with_a_front_process_that_is_killed(tmp_path: Path) -> None:
     finally:
         front.kill()
         front.wait()
-    _, alive = psutil.wait_procs(children, timeout=10)
+    _, alive = psutil.wait_procs(children, timeout=30)
     assert not alive
 
 

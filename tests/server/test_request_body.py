@@ -181,7 +181,7 @@ def test_a_declared_size_above_the_limit_is_refused_unread(serve_app: Any) -> No
 
 def test_a_body_without_end_is_refused_once_it_passes_the_limit(serve_app: Any) -> None:
     served = serve_app(max_request_bytes=4096)
-    with socket.create_connection(("127.0.0.1", served.port), timeout=10) as client:
+    with socket.create_connection(("127.0.0.1", served.port), timeout=30) as client:
         client.sendall(
             b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
             b"Transfer-Encoding: chunked\r\n\r\n"
@@ -192,7 +192,7 @@ def test_a_body_without_end_is_refused_once_it_passes_the_limit(serve_app: Any) 
 
 def test_a_413_reaches_a_client_that_stops_to_read_it(serve_app: Any) -> None:
     served = serve_app(max_request_bytes=4096)
-    with socket.create_connection(("127.0.0.1", served.port), timeout=10) as client:
+    with socket.create_connection(("127.0.0.1", served.port), timeout=30) as client:
         client.sendall(
             b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
             b"Transfer-Encoding: chunked\r\n\r\n1001\r\n" + b" " * 4097 + b"\r\n"

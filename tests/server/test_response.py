@@ -206,7 +206,7 @@ def test_a_client_that_leaves_ends_its_requests_at_once(serve_app: Any, stream: 
         writer.transport.abort()
 
     asyncio.run(leave())
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 30
     while engine.num_live and time.monotonic() < deadline:
         threading.Event().wait(0.005)
     assert sorted(engine.aborted) == [1, 2]
@@ -297,7 +297,7 @@ def test_a_request_that_ended_is_freed_without_a_collection(served: Served) -> N
             served.complete(stream=stream, n=2)
             served.chat(stream=stream, max_tokens=3)
             served.complete(stream=stream, temperature=-1)
-        deadline = time.monotonic() + 5
+        deadline = time.monotonic() + 30
         # By its type, since isinstance asks what a weak reference of somebody else's stood for, and that may be gone.
         while left := [item for item in gc.get_objects() if issubclass(type(item), Generation | GeneratedChoice)]:
             assert time.monotonic() < deadline, left

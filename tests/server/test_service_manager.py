@@ -28,7 +28,7 @@ def tmp_path(socket_folder: Path) -> Path:
 def manager(tmp_path: Path) -> Iterator[socket.socket]:
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as receiver:
         receiver.bind(str(tmp_path / "notify"))
-        receiver.settimeout(10)
+        receiver.settimeout(30)
         yield receiver
 
 
@@ -42,7 +42,7 @@ def drain(receiver: socket.socket) -> list[bytes]:
     except BlockingIOError:
         return found
     finally:
-        receiver.settimeout(10)
+        receiver.settimeout(30)
 
 
 def fill(receiver: socket.socket) -> None:

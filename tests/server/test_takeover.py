@@ -43,7 +43,7 @@ async def found(path: Path) -> Predecessor:
 
 async def until(condition: object) -> None:
     assert callable(condition)
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(30):
         while not condition():
             await asyncio.sleep(0.001)
 
@@ -72,7 +72,7 @@ def test_listener_and_connections_change_hands(tmp_path: Path, listener: socket.
         await asyncio.sleep(0.01)
         assert not ended.done()
         running.socket.close()
-        await asyncio.wait_for(ended, 5)
+        await asyncio.wait_for(ended, 30)
         predecessor.close()
         predecessor.listener.close()
 
@@ -139,7 +139,7 @@ def test_a_successor_that_fails_changes_nothing(tmp_path: Path, listener: socket
         first, second = await found(tmp_path / "s"), await found(tmp_path / "s")
         for each in (first, second):
             each.start(lambda _: None)
-        await asyncio.wait_for(second.ended(), 5)  # only one can take over
+        await asyncio.wait_for(second.ended(), 30)  # only one can take over
         assert len(running.successors) == 1
         for each in (first, second):
             each.close()

@@ -83,7 +83,7 @@ class Visit:
         self.page.locator(".message.assistant .actions").nth(number - 1).wait_for()
 
     def until(self, condition: Callable[[], bool]) -> None:
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 30
         while not condition():
             assert time.monotonic() < deadline
             self.page.wait_for_timeout(10)  # runs the browser's events, unlike sleep

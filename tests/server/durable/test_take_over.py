@@ -46,7 +46,7 @@ def test_requests_wait_until_it_has_ended_even_if_its_files_cannot_be_read(
 
             monkeypatch.setattr(journal, "_recover", fail)
         other.close()
-        await asyncio.wait_for(asyncio.gather(waiting, taking), 5)
+        await asyncio.wait_for(asyncio.gather(waiting, taking), 30)
         await journal.synced()
         journal.close()
 

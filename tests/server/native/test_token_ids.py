@@ -119,7 +119,7 @@ def test_a_request_that_is_ended_by_its_id_has_its_tokens(serve_app: Any, tmp_pa
             == 0
         )
     assert served.client.post(path, json={"request_ids": ["mine"]}).json()["aborted"] == 1
-    thread.join(10)
+    thread.join(30)
     (choice,) = found[0].json()["choices"]
     assert (choice["finish_reason"], choice["token_ids"]) == ("abort", list(ANSWER.encode()[:3]))
     assert served.engine.aborted
@@ -137,7 +137,7 @@ def test_a_request_that_a_pause_ends_has_its_tokens(serve_app: Any, stream: bool
             live.listener.on_error(Withdrawn("paused"))
 
     served.call(withdraw)
-    thread.join(10)
+    thread.join(30)
     parts = (
         [part for event in events(found[0].content) for part in event["choices"]]
         if stream

@@ -116,5 +116,5 @@ class ProxiedServed(Proxy):
         self.run(self.upstream.stop(0))
         self.client.close()
         self.loop.call_soon_threadsafe(self._server.end)
-        self._thread.join(10)
+        self._thread.join(30)
         self.inner.stop()

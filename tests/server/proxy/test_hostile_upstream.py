@@ -54,7 +54,7 @@ def ask(proxy: Proxy, path: str = "/v1/completions") -> tuple[int, str]:
 
 def raw_request(proxy: Proxy, target: bytes) -> bytes:
     """The first line of the answer to a request for a target that clients would tidy."""
-    with socket.create_connection(("127.0.0.1", proxy.port), timeout=10) as client:
+    with socket.create_connection(("127.0.0.1", proxy.port), timeout=30) as client:
         client.sendall(b"POST %b HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-length: 2\r\n\r\n{}" % target)
         return client.recv(200).partition(b"\r\n")[0]
 
@@ -147,7 +147,7 @@ def test_the_body_of_a_head_is_not_fetched(start: Callable[..., Proxy]) -> None:
 
 def test_a_large_body_that_is_cut_is_cut_for_the_client(start: Callable[..., Proxy]) -> None:
     proxy = start(Raw(PLAIN + b"content-length: 9999999\r\n\r\n" + b"x" * 1_000_000))
-    with socket.create_connection(("127.0.0.1", proxy.port), timeout=10) as client:
+    with socket.create_connection(("127.0.0.1", proxy.port), timeout=30) as client:
         client.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-length: 2\r\n\r\n{}")
         data = b""
         while piece := client.recv(1 << 16):
@@ -229,7 +229,7 @@ def test_what_an_upstream_says_unasked_reaches_no_request(
             yield own + unasked
         else:
             yield own
-            may_speak.wait(5)
+            may_speak.wait(30)
             yield unasked
         has_spoken.set()
 
@@ -237,7 +237,7 @@ def test_what_an_upstream_says_unasked_reaches_no_request(
     for number in range(1, 6):
         assert proxy.client.post("/v1/completions", json=PROMPT).content == b"%02d" % number
         may_speak.set()
-        assert has_spoken.wait(5)
+        assert has_spoken.wait(30)
         may_speak.clear()
         has_spoken.clear()
 

@@ -331,7 +331,7 @@ def test_a_drain_ends_streams_with_an_error(start: Callable[..., Proxy]) -> None
         time.sleep(0.1)
         assert proxy.client.post("/v1/completions", json=PROMPT).status_code == 503
         data += b"".join(pieces)
-    stopping.result(10)
+    stopping.result(30)
     assert b"engine_unavailable" in data
     assert data.endswith(b"data: [DONE]\n\n")
 
