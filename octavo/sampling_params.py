@@ -270,9 +270,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         return self.temperature < 1e-5
 
 
-def check_num_logprobs(params: SamplingParams, most: int, name: str = "logprobs") -> None:
-    """Raise ``InvalidParameter`` for more log-probabilities than ``most``; ``name`` is what a request calls them."""
-    for field, count in ((name, params.logprobs), ("prompt_logprobs", params.prompt_logprobs)):
+def check_num_logprobs(params: SamplingParams, most: int) -> None:
+    """Raise ``InvalidParameter`` for more log-probabilities than ``most``."""
+    for field, count in (("logprobs", params.logprobs), ("prompt_logprobs", params.prompt_logprobs)):
         if count is not None and count > most:
             raise InvalidParameter(field, f"'{field}' must be a whole number from 0 to {most} (max_logprobs).")
 
@@ -413,15 +413,15 @@ def _check_bad_words(params: SamplingParams) -> None:
     if len(params.bad_words) > MAX_BAD_WORDS:
         raise InvalidParameter("bad_words", f"'bad_words' takes at most {MAX_BAD_WORDS} strings.")
     for text in params.bad_words:
-        if not isinstance(text, str) or not text.strip(" ") or not _is_short(text, MAX_BAD_WORD_BYTES):
+        if not isinstance(text, str) or not text.strip(" ") or not _is_short(text):
             message = f"Each bad word must be text of 1 to {MAX_BAD_WORD_BYTES} bytes, not all of them spaces."
             raise InvalidParameter("bad_words", message)
 
 
-def _is_short(text: str, limit: int) -> bool:
-    """Whether ``text`` is valid Unicode of at most ``limit`` bytes in UTF-8."""
+def _is_short(text: str) -> bool:
+    """Whether ``text`` is valid Unicode of at most ``MAX_BAD_WORD_BYTES`` bytes in UTF-8."""
     try:
-        return len(text.encode()) <= limit
+        return len(text.encode()) <= MAX_BAD_WORD_BYTES
     except UnicodeEncodeError:
         return False
 

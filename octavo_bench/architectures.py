@@ -71,6 +71,7 @@ LISTS = (
 )
 """Keys with an entry per layer, and what follows from other sizes."""
 MOST_PARAMETERS = 20_000_000
+WEIGHT_SCALE = 0.05
 ROPE = ("rope_parameters", "rope_scaling")
 MROPE = (
     *("glm46v", "glm4v", "glm4v_moe", "glm_ocr", "paddleocr_vl"),
@@ -134,7 +135,7 @@ def _smaller(values: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def tiny_model(config: Any, model_class: Any, scale: float = 0.05) -> Any:
+def tiny_model(config: Any, model_class: Any) -> Any:
     """A model of this class with random float32 weights, of which none keeps its initial zero or one.
 
     Raises ``ValueError`` for one with more than ``MOST_PARAMETERS``.
@@ -149,10 +150,10 @@ def tiny_model(config: Any, model_class: Any, scale: float = 0.05) -> Any:
     model = model_class._from_config(config, attn_implementation="eager").float().eval()
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter) * scale)
+            parameter.add_(torch.randn_like(parameter) * WEIGHT_SCALE)
         for name, buffer in model.named_buffers():
             if name.endswith("e_score_correction_bias"):
-                buffer.add_(torch.randn_like(buffer) * scale)
+                buffer.add_(torch.randn_like(buffer) * WEIGHT_SCALE)
     return model
 
 

@@ -118,17 +118,17 @@ class ShapeRecorder(Outline):
         return super().load(name, shape)
 
 
-def write_weights(folder: Path, seed: int = 0) -> int:
+def write_weights(folder: Path) -> int:
     """Write the weights of the model whose ``config.json`` is in ``folder`` there; returns their bytes.
 
-    They are those that ``--load-format dummy`` makes with this seed; experts in MXFP4 have random bits instead. Raises
+    They are those that ``--load-format dummy`` makes with the seed 0; experts in MXFP4 have random bits instead. Raises
     ``CheckpointError`` for a configuration that is not supported.
     """
     config, others = read_configs(folder)
     quantised = config.pop("quantization_config", {"quant_method": None})["quant_method"]
     if quantised not in (None, "mxfp4"):
         raise CheckpointError(f"quantization_config.quant_method: {quantised!r} is not written, only 'mxfp4'")
-    checkpoint = DummyCheckpoint(config, others, seed)
+    checkpoint = DummyCheckpoint(config, others, 0)
     asked = ShapeRecorder(checkpoint)
     load_model(read_config(config), asked, WeightFormat(torch.float32, torch.device("meta")))
     total, where = 0, dict[str, str]()

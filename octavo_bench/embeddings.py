@@ -27,9 +27,9 @@ MOST_WORDS = 168
 FIGURES = ("finish_s", "cpu_s")
 
 
-def random_texts(count: int, seed: int) -> list[str]:
+def random_texts(count: int) -> list[str]:
     """Texts of words that no vocabulary has as a whole."""
-    rng = random.Random(seed)
+    rng = random.Random(0)
     lengths = [round(rng.lognormvariate(math.log(MEDIAN_WORDS), SPREAD)) for _ in range(count)]
     return [" ".join(_word(rng) for _ in range(max(1, min(length, MOST_WORDS)))) for length in lengths]
 
@@ -64,7 +64,7 @@ def compare(llm: LLM, peer: PeerProcess, count: int, rounds: int) -> dict[str, A
 
     Also the cosine of both engines' vectors of one text. The first round is not counted.
     """
-    texts = random_texts(count, 0)
+    texts = random_texts(count)
     pairs = [(_run(llm, texts), peer.run({"texts": texts})) for _ in range(rounds + 1)]
     ours, theirs = (answer["first"] for answer in pairs[0])
     row: dict[str, Any] = {"num_texts": count, "cosine": round(_cosine(ours, theirs), 6)}

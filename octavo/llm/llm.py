@@ -99,7 +99,7 @@ class LLM:
         of them, between two steps. Requests without a seed get one derived from the setting ``seed`` and the number
         of earlier requests. ``of_vllm`` are names that scripts for vLLM use.
         """
-        check_names(of_vllm, "generate")
+        check_names(of_vllm)
         params = self.get_default_sampling_params() if sampling_params is None else sampling_params
         prompts_read = check_all(prompts, params, self._tokenizer, self.info, self._images)
         used = adapter_of(adapter, of_vllm.get("lora_request"), self._adapters, self.engine)

@@ -35,13 +35,10 @@ class VLLMArguments(TypedDict, total=False):
     """Of each prompt, under the priority policy; smaller goes first."""
 
 
-KNOWN = frozenset(VLLMArguments.__annotations__)
-
-
-def check_names(given: VLLMArguments, method: str, known: frozenset[str] = KNOWN) -> None:
-    """Raise ``TypeError`` for an argument that a method has not."""
-    for name in sorted(given.keys() - known):
-        raise TypeError(f"LLM.{method}() got an unexpected keyword argument {name!r}")
+def check_names(given: VLLMArguments) -> None:
+    """Raise ``TypeError`` for an argument that ``LLM.generate`` has not."""
+    for name in sorted(given.keys() - VLLMArguments.__annotations__):
+        raise TypeError(f"LLM.generate() got an unexpected keyword argument {name!r}")
 
 
 def adapter_of(name: str | None, given: LoRARequest | None, adapters: dict[str, Adapter], engine: Engine) -> Adapter:

@@ -50,9 +50,9 @@ class Server(NamedTuple):
         return ServerProcess(command, f"http://127.0.0.1:{port}", self.ready_path, log, self.env)
 
 
-def serve_octavo(*arguments: str, log: Path | None = None) -> ServerProcess:
+def serve_octavo(*arguments: str) -> ServerProcess:
     """Start ``octavo serve`` at a free port of this host."""
-    return Server((*OCTAVO, *arguments)).start(log=log)
+    return Server((*OCTAVO, *arguments)).start()
 
 
 class ServerProcess:

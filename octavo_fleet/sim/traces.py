@@ -26,17 +26,16 @@ OWN_TEXTS = 1 << 32
 
 
 class Trace:
-    """Jobs read from a file as they are due; each arrives at its recorded time, times ``1 / speed``.
+    """Jobs read from a file as they are due; each arrives at its recorded time.
 
     A job recorded after a later one arrives together with that one.
     """
 
     awaits: Awaits = "none"
 
-    def __init__(self, path: Path, num_requests: int | None = None, speed: float = 1.0) -> None:
+    def __init__(self, path: Path, num_requests: int | None = None) -> None:
         self.path = path
         self.num_left = num_requests
-        self.speed = speed
         self._entries: Iterator[Entry] | None = None
         """``None`` until first used, so that a trace can be sent to another process."""
         self._number = 0
@@ -59,7 +58,7 @@ class Trace:
         if not self._number:
             self._first = seconds
         self._number += 1
-        self._latest = max(self._latest, (seconds - self._first) / self.speed)
+        self._latest = max(self._latest, seconds - self._first)
         own = OWN_TEXTS + 2 * self._number
         if not isinstance(prompt, tuple):
             prompt = ((own, max(1, prompt)),)

@@ -566,7 +566,7 @@ def test_a_graph_of_nearly_the_size_will_do_until_the_device_is_idle() -> None:
     runner: Any = SimpleNamespace(
         threads=ThreadGroup(),
         send_when_idle=lambda make, seconds: make() is None,
-        encoder=SimpleNamespace(encode_padding=lambda shape, uses_graph: captured.append(shape)),
+        encoder=SimpleNamespace(encode_padding=lambda shape: captured.append(shape)),
     )
     graphs.capture_when_idle(runner, StepShape(1, 1, 1))
     assert captured == [one, StepShape(448, 64, 448), StepShape(16, 16, 1), StepShape(1, 1, 1)]
@@ -696,7 +696,7 @@ def test_an_idle_device_captures_only_after_a_pause_of_which_a_capture_is_a_tent
     runner: Any = SimpleNamespace(
         threads=ThreadGroup(),
         send_when_idle=lambda make, seconds: asked.append(seconds) or make() is None,
-        encoder=SimpleNamespace(encode_padding=lambda shape, uses_graph: None),
+        encoder=SimpleNamespace(encode_padding=lambda shape: None),
     )
     graphs.capture_when_idle(runner, StepShape(256, 256, 1))
     assert asked == [SECONDS_BETWEEN_CAPTURES]

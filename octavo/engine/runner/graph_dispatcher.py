@@ -293,7 +293,7 @@ class GraphDispatcher:
             next_shape = next(reversed([*self._wanted]), shape)
             self._note_captured(next_shape)
             self._lost.discard(next_shape)
-            return runner.encoder.encode_padding(next_shape, uses_graph=True)
+            return runner.encoder.encode_padding(next_shape)
 
         while (shape not in self._captured or shape in self._lost) and not runner.threads.is_ending:
             stop_if_ending()

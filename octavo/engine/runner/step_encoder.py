@@ -168,10 +168,10 @@ class StepEncoder:
         """Positions of the longest possible sequence."""
         return self.batch.tables[0].tables_CB.shape[1] * self.block_size
 
-    def waits_for_host(self, plan: Plan, of_seq: Indices) -> bool:
+    def waits_for_host(self, of_seq: Indices) -> bool:
         """Whether the step needs masks, embeddings or prompt log-probabilities in addition to its arrays.
 
-        ``of_seq`` [S] are the batch indices of the plan's sequences.
+        ``of_seq`` [S] are the batch indices of its sequences.
         """
         needs = np.bitwise_or.reduce(self.batch.needs[of_seq])
         return bool(needs & (Needs.MASKS | Needs.ROWS))
@@ -224,10 +224,10 @@ class StepEncoder:
             marks=marks,
         )
 
-    def encode_padding(self, shape: StepShape, uses_graph: bool) -> Step:
+    def encode_padding(self, shape: StepShape) -> Step:
         """A padding-only step, which compiles the kernels and captures the graph of this shape."""
-        shape = self._with_images(shape, uses_graph)
-        return Step(shape, uses_graph, 0, 0, self._pack([], [], [], NO_INDICES, shape))
+        shape = self._with_images(shape, uses_graph=True)
+        return Step(shape, True, 0, 0, self._pack([], [], [], NO_INDICES, shape))
 
     def _with_images(self, shape: StepShape, uses_graph: bool, has_images: bool = False) -> StepShape:
         """A shape with what images add to steps: graphs with prefill are the same for text and for images."""
@@ -293,7 +293,7 @@ class StepEncoder:
         if shape.num_axes:
             arrays.fill_rows("rope_shifts", self._rope_shifts(plan, counts))
         if shape.has_extras:
-            self._pack_extras(arrays, plan, num_drafts, of_row, of_sample, sample_positions)
+            self._pack_extras(arrays, plan, num_drafts, of_row, of_sample)
         arrays.finish()
         return buffer
 
@@ -345,7 +345,6 @@ class StepEncoder:
         num_drafts: list[int],
         of_row: Indices,
         of_sample: Indices,
-        sample_positions: npt.NDArray[np.int64],
     ) -> None:
         batch = self.batch
         samples = np.array([item.samples for item in plan], dtype=np.bool_)

@@ -145,7 +145,7 @@ class StepRunner:
             self._waiting.append(pending)
             return pending
         of_seq = self.encoder.batch.of_plan(plan)
-        pending = PendingStep(self, plan, self.encoder.waits_for_host(plan, of_seq))
+        pending = PendingStep(self, plan, self.encoder.waits_for_host(of_seq))
         if pending.waits_for_host or self._waiting:
             self._waiting.append(pending)
         else:
@@ -220,7 +220,7 @@ class StepRunner:
 
     def capture(self, shape: StepShape) -> Reply[StepResult]:
         """Run a padding-only step through the graph of ``shape``, which captures the graph on first use."""
-        return self.send(self.encoder.encode_padding(shape, uses_graph=True))
+        return self.send(self.encoder.encode_padding(shape))
 
     # ---- sleep
 
