@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 from llguidance import LLMatcher
 
-from octavo.errors import CANCELLATIONS
 from octavo.grammar.forms import WEAKENS, grammar_text, parts_of, text_of
 from octavo.grammar.matchers import (
     FREE_SECONDS,
@@ -26,7 +25,7 @@ from octavo.grammar.matchers import (
 from octavo.grammar.schema_patterns import with_names
 from octavo.grammar.vocabulary import Vocabulary
 from octavo.grammar.weakening import weaker
-from octavo.system.child_worker import FAILED, LATE, REFUSED, RENDERED, Answer, described
+from octavo.system.child_worker import LATE, REFUSED, RENDERED, Answer, answer_of
 
 MAX_COMPILE_SECONDS = 0.25
 """Limit of processor time: the engine's process will spend as much while its steps run."""
@@ -52,6 +51,9 @@ class Tester:
         return answer
 
     def _tried(self, text: str) -> Answer:
+        return answer_of(self._try, text)
+
+    def _try(self, text: str) -> Answer:
         try:
             grammar = normalised(text)
             started = time.process_time()
@@ -62,12 +64,6 @@ class Tester:
                 return LATE, "cannot be used: computing what it allows takes too long"
         except GrammarError as error:
             return REFUSED, str(error)
-        except MemoryError:
-            raise
-        except CANCELLATIONS:
-            raise
-        except BaseException as error:  # whatever the library raises
-            return FAILED, described(error)
         return RENDERED, grammar
 
     def _weakened(self, text: str) -> str | None:

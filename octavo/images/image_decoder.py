@@ -21,11 +21,10 @@ from typing import Any
 
 from PIL import Image, ImageOps
 
-from octavo.errors import CANCELLATIONS
 from octavo.images.resizing import ImageRefused, refusing
 from octavo.images.tiling import joined, tiled
 from octavo.images.videos import Frames, for_frames, sampled
-from octavo.system.child_worker import FAILED, LENGTH, REFUSED, RENDERED, ChildWorker, described, start
+from octavo.system.child_worker import LENGTH, REFUSED, RENDERED, ChildWorker, start
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
 IMAGE, ANIMATION = "a PNG, JPEG, WebP, GIF or BMP image", "an MP4, WebM, GIF, WebP or PNG"
@@ -204,12 +203,6 @@ def serve(question: bytes) -> tuple[bytes, bytes]:
             *head, pixels = prepared(content, settings)
     except ImageRefused as refused:
         return REFUSED, str(refused).encode()
-    except MemoryError:
-        raise
-    except CANCELLATIONS:
-        raise
-    except BaseException as error:  # whatever the library raises
-        return FAILED, described(error).encode()
     encoded = json.dumps(head).encode()
     return RENDERED, LENGTH.pack(len(encoded)) + encoded + pixels
 

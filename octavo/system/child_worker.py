@@ -18,7 +18,9 @@ import socket
 import struct
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
+
+from octavo.errors import CANCELLATIONS
 
 LENGTH = struct.Struct(">I")
 READY, RENDERED, REFUSED, LATE, FAILED, INVALID = b"R", b"T", b"X", b"L", b"F", b"I"
@@ -28,6 +30,8 @@ OUT_OF_MEMORY = 3
 MAX_ERROR_BYTES = 500
 
 Answer = tuple[bytes, str]
+Question = TypeVar("Question")
+Body = TypeVar("Body", bound=str | bytes)
 
 
 class ChildWorker:
@@ -42,28 +46,24 @@ class ChildWorker:
         self._settings = settings
 
     def run(self, serve: Callable[[Any], Answer]) -> None:
-        """Answer each question, in JSON, with the result of ``serve``."""
+        """Answer each question, in JSON, as ``answer_of`` does."""
+        self.run_bytes(lambda message: serve(json.loads(message)))
 
-        def encoded(message: bytes) -> tuple[bytes, bytes]:
-            kind, text = serve(json.loads(message))
-            try:
-                return kind, text.encode()
-            except UnicodeEncodeError:
-                return FAILED, b"the text has an unpaired surrogate"
-
-        self.run_bytes(encoded)
-
-    def run_bytes(self, serve: Callable[[bytes], tuple[bytes, bytes]]) -> None:
-        """Answer each question with the result of ``serve``."""
+    def run_bytes(self, serve: Callable[[bytes], tuple[bytes, str | bytes]]) -> None:
+        """Answer each question as ``answer_of`` does."""
         self._answer(READY, b"")
         while (message := receive(self._connection)) is not None:
             limit_processor_time(self._settings["max_seconds"])
             try:
-                self._answer(*serve(message))
+                self._answer(*answer_of(serve, message))
             except MemoryError:
                 os._exit(OUT_OF_MEMORY)
 
-    def _answer(self, kind: bytes, body: bytes) -> None:
+    def _answer(self, kind: bytes, content: str | bytes) -> None:
+        try:
+            body = content.encode() if isinstance(content, str) else content
+        except UnicodeEncodeError:
+            kind, body = FAILED, b"the text has an unpaired surrogate"
         if kind != RENDERED:
             body = body[:MAX_ERROR_BYTES]
         elif len(body) > self._settings["max_output"]:
@@ -83,6 +83,16 @@ def start() -> tuple[socket.socket, dict[str, Any]] | None:
     limit(resource.RLIMIT_NPROC, 0)
     limit(resource.RLIMIT_CORE, 0)
     return connection, settings
+
+
+def answer_of(serve: Callable[[Question], tuple[bytes, Body]], question: Question) -> tuple[bytes, Body | str]:
+    """The result of ``serve``; that it failed, where it raises what its libraries do for unforeseen input."""
+    try:
+        return serve(question)
+    except (MemoryError, *CANCELLATIONS):
+        raise
+    except BaseException as error:
+        return FAILED, described(error)
 
 
 def described(error: BaseException) -> str:

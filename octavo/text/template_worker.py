@@ -18,8 +18,7 @@ from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from octavo.errors import CANCELLATIONS
-from octavo.system.child_worker import FAILED, INVALID, REFUSED, RENDERED, Answer, ChildWorker, described, start
+from octavo.system.child_worker import INVALID, REFUSED, RENDERED, Answer, ChildWorker, described, start
 
 
 class RaisedException(Exception):
@@ -97,12 +96,6 @@ class Renderer:
             return RENDERED, render(self._templates[names[0]], variables, self._settings["max_output"])
         except RaisedException as refusal:
             return REFUSED, str(refusal)
-        except MemoryError:
-            raise
-        except CANCELLATIONS:
-            raise
-        except BaseException as error:  # whatever a template can raise
-            return FAILED, described(error)
 
 
 def main() -> None:

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from octavo.system.child_worker import FAILED, INVALID, OUT_OF_MEMORY, REFUSED, RENDERED
+from octavo.system.child_worker import FAILED, INVALID, OUT_OF_MEMORY, REFUSED, RENDERED, answer_of
 from octavo.text.template_worker import Renderer
 from tests.fuzz.target import Fault, Target
 from tests.text.family_templates import LLAMA3, QWEN3
@@ -44,7 +44,7 @@ class Template(Target):
     def read(self, data: bytes) -> None:
         renderer = Renderer({"source": data.decode(errors="replace"), "max_output": 1 << 20})
         variables: dict[str, Any] = {"messages": MESSAGES, "tools": None, "add_generation_prompt": True}
-        in_child(lambda: renderer.serve(variables)[0] in KINDS)
+        in_child(lambda: answer_of(renderer.serve, variables)[0] in KINDS)
 
 
 def in_child(work: Callable[[], bool]) -> None:

@@ -9,8 +9,8 @@ import contextlib
 import os
 from pathlib import Path
 
-from octavo.errors import CANCELLATIONS, CheckpointError, InvalidParameter
-from octavo.system.child_worker import FAILED, INVALID, RENDERED, Answer, ChildWorker, described, start
+from octavo.errors import CheckpointError, InvalidParameter
+from octavo.system.child_worker import INVALID, RENDERED, Answer, ChildWorker, start
 from octavo.text.tokenizer import Tokenizer
 from octavo.text.tokenizers.folder_tokenizer import read_parts
 
@@ -30,10 +30,6 @@ def serve(folder: str) -> Answer:
                     tokenizer.encode(text)
     except CheckpointError as error:
         return INVALID, str(error)
-    except (MemoryError, *CANCELLATIONS):
-        raise
-    except BaseException as error:  # whatever the library raises
-        return FAILED, described(error)
     return RENDERED, ""
 
 
