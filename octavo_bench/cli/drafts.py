@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
 from typing import Any
 
 from octavo.cli.settings import positive
-from octavo_bench.cli.arguments import engine_config
 from octavo_bench.cli.results import add_kind
 from octavo_bench.drafts.draft_prompts import KINDS
 
@@ -15,7 +13,7 @@ from octavo_bench.drafts.draft_prompts import KINDS
 def add_kinds(kinds: Any) -> None:
     """Add the sub-command."""
     help = "train an EAGLE-3 head on a model's own answers, and measure it"
-    train = add_kind(kinds, "train-draft", help, _train, has_engine=True)
+    train = add_kind(kinds, "train-draft", help, "drafts.train_draft.run", has_engine=True)
     train.add_argument("--folder", type=Path, required=True, help="where the head is written")
     train.add_argument("--num-answers", type=positive, default=20_000, help="answers that are generated for training")
     train.add_argument("--answer-tokens", type=positive, default=192, help="most tokens of an answer")
@@ -26,7 +24,9 @@ def add_kinds(kinds: Any) -> None:
     train.add_argument(
         "--draft-vocab-size", type=positive, default=8192, help="most frequent tokens, which can be drafted"
     )
-    train.add_argument("--rounds", type=positive, default=4, help="tokens that are drafted in training")
+    train.add_argument(
+        "--rounds", dest="num_rounds", type=positive, default=4, help="tokens that are drafted in training"
+    )
     train.add_argument("--ffn-size", type=positive, help="width of the feed-forward layer; default: the model's")
     train.add_argument("--text-length", type=positive, default=256, help="tokens of a text; the rest is cut off")
     train.add_argument("--batch-size", type=positive, default=32, help="texts of a training step")
@@ -39,26 +39,3 @@ def add_kinds(kinds: Any) -> None:
         "--kinds", nargs="+", choices=KINDS, default=["chat", "code", "repeat"], help="of the measurement"
     )
     train.add_argument("--max-tokens", type=positive, default=128, help="most tokens of an answer in the measurement")
-
-
-def _train(args: argparse.Namespace) -> dict[str, Any]:
-    from octavo_bench.drafts.draft_texts import WantedTexts
-    from octavo_bench.drafts.draft_training import Training
-    from octavo_bench.drafts.speculate import SpeculationWork
-    from octavo_bench.drafts.train_draft import TrainDraftPlan, run
-
-    config = engine_config(args)
-    training = Training(
-        args.rounds,
-        args.ffn_size,
-        args.draft_vocab_size,
-        args.text_length,
-        args.batch_size,
-        args.learning_rate,
-        args.max_steps,
-        args.max_seconds,
-        config.model.seed,
-    )
-    wanted = WantedTexts(args.num_answers, args.answer_tokens, args.temperature, args.max_generation_seconds)
-    work = SpeculationWork(args.kinds, [1], args.max_tokens, 0.0, args.measured_rounds)
-    return run(config, TrainDraftPlan(args.folder, wanted, training, work, args.num_drafts))

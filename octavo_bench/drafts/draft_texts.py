@@ -36,7 +36,7 @@ class WantedTexts(NamedTuple):
     """How much text to generate."""
 
     num_answers: int
-    max_tokens: int
+    answer_tokens: int
     """Most tokens of an answer."""
     temperature: float
     max_generation_seconds: float
@@ -62,9 +62,9 @@ def generate(config: EngineConfig, wanted: WantedTexts, seed: int) -> DraftTexts
     num_held = min(MOST_HELD, len(prompts) // 10)
     held, rest = prompts[:num_held], prompts[num_held:]
     asked = [rest[i % len(rest)] for i in range(wanted.num_answers)]
-    greedy = _answers(side, held, SpeculationWork((), (), wanted.max_tokens, 0.0, 0), math.inf)
+    greedy = _answers(side, held, SpeculationWork((), (), wanted.answer_tokens, 0.0, 0), math.inf)
     return DraftTexts(
-        _answers(side, asked, SpeculationWork((), (), wanted.max_tokens, wanted.temperature, 0), until), greedy
+        _answers(side, asked, SpeculationWork((), (), wanted.answer_tokens, wanted.temperature, 0), until), greedy
     )
 
 

@@ -164,7 +164,7 @@ class Training(NamedTuple):
     learning_rate: float
     max_steps: int
     max_seconds: float
-    seed: int
+    seed: int = 0
 
 
 class Drawn(NamedTuple):

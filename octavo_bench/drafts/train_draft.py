@@ -6,8 +6,9 @@ import dataclasses
 import gc
 import json
 import time
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -27,36 +28,39 @@ SEQUENCES = 1024
 """That a GPU generates at once."""
 
 
-class TrainDraftPlan(NamedTuple):
-    """What `octavo bench train-draft` does."""
+def run(
+    config: EngineConfig,
+    folder: Path,
+    wanted: WantedTexts,
+    training: Training,
+    num_drafts: int,
+    kinds: Sequence[str],
+    max_tokens: int,
+    measured_rounds: int,
+) -> dict[str, Any]:
+    """Generate, train, write the head to ``folder``, and measure it on prompts that were not used; returns the record.
 
-    folder: Path
-    """Where the head is written."""
-    wanted: WantedTexts
-    training: Training
-    work: speculate.SpeculationWork
-    num_speculative_tokens: int
-
-
-def run(config: EngineConfig, plan: TrainDraftPlan) -> dict[str, Any]:
-    """Generate, train, write the head, and measure it on prompts that were not used; returns the record."""
+    ``num_drafts`` and what follows are of the measurement.
+    """
+    training = training._replace(seed=config.model.seed)
     share = min(config.cache.gpu_memory_utilization, MEMORY_SHARE)
     config = dataclasses.replace(config, cache=dataclasses.replace(config.cache, gpu_memory_utilization=share))
     started = time.perf_counter()
-    texts = generate(_many_at_once(config), plan.wanted, plan.training.seed)
+    texts = generate(_many_at_once(config), wanted, training.seed)
     generated = time.perf_counter() - started
     _give_memory_back()
-    trained = train(_checkpoint(config.model), resolve_device(config.model.device), texts, plan.training)
-    write(trained, plan.folder)
-    record = {"generation_seconds": round(generated, 1), **plan.wanted._asdict(), **plan.training._asdict()}
+    trained = train(_checkpoint(config.model), resolve_device(config.model.device), texts, training)
+    write(trained, folder)
+    record = {"generation_seconds": round(generated, 1), **wanted._asdict(), **training._asdict()}
     record |= trained.record
-    (plan.folder / "training.json").write_text(json.dumps(record, indent=2))  # should the measurement be cut short
+    (folder / "training.json").write_text(json.dumps(record, indent=2))  # should the measurement be cut short
     del trained, texts
     _give_memory_back()
-    head = {"method": "eagle3", "model": str(plan.folder), "num_speculative_tokens": plan.num_speculative_tokens}
+    head = {"method": "eagle3", "model": str(folder), "num_speculative_tokens": num_drafts}
     speculative = dataclasses.replace(config.speculative, speculative_config=json.dumps({**head, "adaptive": False}))
     with_head = dataclasses.replace(config, speculative=speculative)
-    return record | {"measured": speculate.measure(with_head, plan.work)}
+    work = speculate.SpeculationWork(kinds, [1], max_tokens, 0.0, measured_rounds)
+    return record | {"measured": speculate.measure(with_head, work)}
 
 
 def _many_at_once(config: EngineConfig) -> EngineConfig:

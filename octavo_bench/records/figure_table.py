@@ -110,10 +110,9 @@ _CASES = """
     sequences prompt decode batch context load rate concurrency policy running waiting seen model kind kernel format
     T rows width shape stage suite workload engine streams adapters device ranks rank clients seed num_prompts input_len
     output_len shared_len gap rounds window endpoint memory at_once max_tokens temperature num_rounds num_answers
-    draft_vocab_size text_length batch_size learning_rate max_steps max_seconds max_generation_seconds ffn_size
-    peak_tflops sequences_at_a_time decoding prompts shortest longest tile warps splits min_tiles stages vocab_size
-    num_requests
-    step_tokens num_contexts num_needles num_decoys
+    answer_tokens draft_vocab_size text_length batch_size learning_rate max_steps max_seconds max_generation_seconds
+    ffn_size peak_tflops sequences_at_a_time decoding prompts shortest longest tile warps splits min_tiles stages
+    vocab_size num_requests step_tokens num_contexts num_needles num_decoys
     number case idle pace version num_sequences cache flood fleet command
 """
 CASES = frozenset(_CASES.split())

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from octavo.cli import build_parser, main
+from octavo.cli import main
+from octavo_bench.drafts.draft_texts import WantedTexts
 from tests.tiers import one_in
 
 PEER = "bench peer tiny --engine vllm --python /nowhere"
@@ -60,8 +61,10 @@ def test_a_variable_counts_as_given(monkeypatch: pytest.MonkeyPatch, capsys: pyt
 
 
 def test_a_draft_head_is_trained_with_the_seed_that_is_set(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    plans = []
-    monkeypatch.setattr("octavo_bench.drafts.train_draft.run", lambda config, plan: plans.append(plan) or {})
-    args = build_parser().parse_args(["bench", "train-draft", "tiny", "--folder", str(tmp_path), "--seed", "5"])
-    assert args.measure(args) == {}
-    assert plans[0].training.seed == 5
+    def generate(config: object, wanted: WantedTexts, seed: int) -> None:
+        raise LookupError(wanted.answer_tokens, seed)
+
+    monkeypatch.setattr("octavo_bench.drafts.train_draft.generate", generate)
+    args = ["bench", "train-draft", str(tmp_path), "--folder", str(tmp_path), "--seed", "5", "--answer-tokens", "7"]
+    with pytest.raises(LookupError, match=r"\(7, 5\)"):
+        main(args)
