@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from octavo.cli.settings import above_zero, at_least_0, positive
 from octavo.errors import ConfigError
 from octavo_bench.cli.arguments import json_object, numbers, percentiles, rates, refuse_unused
-from octavo_bench.cli.results import add_kind, say
+from octavo_bench.cli.results import add_kind, arguments_of, say
 
 if TYPE_CHECKING:
     from octavo_bench.serving.serve_load import ServeWork, Target
@@ -89,23 +89,10 @@ def _serve(args: argparse.Namespace) -> dict[str, Any]:
     loads = (
         [] if names else loads or [Load(concurrency=count) for count in args.concurrency or [1 if args.sweep else 16]]
     )
-    target = Target(
-        args.url,
-        args.endpoint,
-        args.model,
-        os.environ.get("OPENAI_API_KEY"),
-        args.vocab_size,
-        args.extra_body,
-        args.timeout,
-    )
-    work = ServeWork(
-        args.workload or ("assistant" if args.search else "fixed"),
-        args.num_prompts or (0 if names else DEFAULT_PROMPTS),
-        args.burstiness,
-        args.input_len,
-        args.output_len,
-        args.seed,
-    )
+    args.workload = args.workload or ("assistant" if args.search else "fixed")
+    args.num_prompts = args.num_prompts or (0 if names else DEFAULT_PROMPTS)
+    target = Target(**arguments_of(Target, args), api_key=os.environ.get("OPENAI_API_KEY"))
+    work = ServeWork(**arguments_of(ServeWork, args))
     if args.search:
         return _search(args, target, work)
     wanted = WantedFigures(
