@@ -32,6 +32,8 @@ WAV_TYPES = {(PCM, 1): "u1", (PCM, 2): "<i2", (PCM, 3): "u1", (PCM, 4): "<i4", (
 WAV_TYPES |= {(A_LAW, 1): "u1", (MU_LAW, 1): "u1"}
 """numpy's type for a format and the bytes of a sample; those of 24 bits are put together from three."""
 PIECE_BYTES = 1 << 20
+PADDING_SECONDS = 0.25
+"""By which a sound may be too long, and is cut: the first and last frames of most codecs are filled up."""
 CROSSINGS, BETA = 51, 7.86
 """Zero crossings on each side of the resampling filter, and the parameter of its Kaiser window: the pass band ends at
 0.9 of the Nyquist frequency, and -80 dB are reached at it (Kaiser 1974)."""
@@ -45,7 +47,7 @@ def samples_of(data: bytes, rate: int, most_seconds: float) -> bytes:
     """The sound of a file as mono at ``rate`` samples a second, each a signed integer of 24 bits, little-endian.
 
     Channels are averaged; what exceeds the range is clipped. Of n samples become ceil(n * rate / the file's rate).
-    Raises ``ImageRefused``.
+    A sound that is longer than ``most_seconds`` only by padding is cut. Raises ``ImageRefused``.
     """
     with refusing("is damaged and cannot be decoded"):
         pieces = _pieces(data, most_seconds)
@@ -60,18 +62,18 @@ def samples_of(data: bytes, rate: int, most_seconds: float) -> bytes:
 
 
 def _limited(pieces: Iterator[Piece], rate: int, most_seconds: float) -> Iterator[Floats]:
-    count = 0
+    left = int(most_seconds * rate)
     for found, piece in pieces:
         if found != rate:
             raise ImageRefused(f"has parts of {rate} and of {found} samples a second")
-        count += len(piece)
-        if count > most_seconds * rate:
+        yield piece[: max(0, left)]
+        left -= len(piece)
+        if left < -PADDING_SECONDS * rate:
             raise ImageRefused(f"is longer than the {most_seconds:g} s that are allowed")
-        yield piece
 
 
 def _refuse_long(seconds: float, most_seconds: float) -> None:
-    if seconds > most_seconds:
+    if seconds > most_seconds + PADDING_SECONDS:
         raise ImageRefused(f"has {math.ceil(seconds * 100) / 100:g} s; at most {most_seconds:g} s are allowed")
 
 

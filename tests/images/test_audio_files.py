@@ -251,6 +251,8 @@ def test_other_files_are_read_by_pyav(container: tuple[str, bytes]) -> None:
     middle = slice(RATE // 10, len(expected) - RATE // 10)
     error = np.abs(found[delay:][middle] - expected[middle])
     assert error.mean() < (1e-5 if name in ("flac", "mkv") else 0.015), "a sample's delay were 0.1"
+    assert (read(file, most_seconds=2.0)[:30_000] == read(file)[:30_000]).all()
+    assert len(read(file, most_seconds=2.0)) == 2 * RATE, "what fills up the last frame does not count"
     with pytest.raises(ImageRefused, match=r"at most 1\.5 s are allowed|is longer than the 1\.5 s that are allowed"):
         read(file, most_seconds=1.5)
 
