@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 from octavo.models.config_keys import ConfigKeys
 from octavo.models.decoder import Decoder, read_decoder
 from octavo.models.moe_config import read_experts
@@ -47,5 +49,6 @@ class Ernie4_5_MoeForCausalLM(Decoder):
             moe=moe,
             routing=Routing(moe.num_chosen, normalises=True),
             correction="mlp.moe_statics.e_score_correction_bias",
+            shared_has_bias=keys.flag("use_bias"),
         )
-        return config.with_experts(part)
+        return dataclasses.replace(config.with_experts(part), has_head_bias=keys.flag("use_bias"))

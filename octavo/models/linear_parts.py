@@ -22,6 +22,8 @@ class MatrixRows(NamedTuple):
     sections: Sequence[Section]
     order: Order | None = None
     """Index of the stored row for each row, if rows are reordered."""
+    may_have_bias: bool = True
+    """Whether it has a bias where the matrices beside it have."""
 
     @property
     def num_rows(self) -> int:

@@ -135,10 +135,7 @@ class WeightLoader:
         return self.exact_parts(name, [section])
 
     def exact_parts(self, name: str, sections: Sequence[Section]) -> Tensor:
-        """This device's parts of a vector whose sections are divided one by one, in float32.
-
-        It may be stored with any dimensions.
-        """
+        """This device's parts of a vector of any shape, whose sections are divided one by one, in float32."""
         size, found = sum(section.num_rows for section in sections), self.tensors.shape(name)
         shape = found if found is not None and math.prod(found) == size else (size,)
         column = DenseStored((self._numbers(name, shape).reshape(size, 1),))
@@ -320,7 +317,7 @@ class WeightLoader:
         is the first of ``orders``.
 
         A layer that shares another layer's cache has queries alone. ``value_dim``: the width of a value head, if it is
-        not that of the others. ``gate``: the name and the rows of a map for each head, which come first.
+        not that of the others. ``gate``: name and rows of a map for each head, which come first and have no bias.
         """
         if heads.shares_cache:
             names, orders = names[:1], orders[:1]
@@ -329,7 +326,7 @@ class WeightLoader:
         sections = [Section(size, count) for size, count in zip(sizes, counts, strict=True) if size]
         if not has_values:
             sections, orders = sections[:2], orders[:2]
-        first = [] if gate is None else [MatrixRows(gate[0], [Section(gate[1], heads.num_heads)])]
+        first = [] if gate is None else [MatrixRows(gate[0], [Section(gate[1], heads.num_heads)], may_have_bias=False)]
         return self.fused([*first, *_rows(names, sections, orders)], num_inputs, has_bias, is_transposed)
 
     def gate_up(self, names: Sequence[str], ffn_size: int, num_inputs: int, has_bias: bool = False) -> Linear:
@@ -342,11 +339,12 @@ class WeightLoader:
         """Column-parallel maps of the same inputs side by side, each divided by its own sections."""
         stored, biases = [], []
         for rows in parts:
-            weight = self._stored(rows.name, (rows.num_rows, num_inputs), is_transposed)
+            shape = rows.num_rows, num_inputs
+            weight = self._stored(rows.name, shape, is_transposed)
             stored.append((rows, self._own(rows, quantized(rows.name, weight, self.form))))
             if has_bias:
-                column = self._numbers(f"{rows.name}.bias", (rows.num_rows,)).unsqueeze(1)
-                biases.append(self._own(rows, DenseStored((column,))))
+                numbers = self._numbers(f"{rows.name}.bias", shape[:1]) if rows.may_have_bias else torch.zeros(shape[0])
+                biases.append(self._own(rows, DenseStored((numbers.unsqueeze(1),))))
         return self._made(stored, self._counted(filled(biases, self.form).squeeze(1)) if biases else None)
 
     # The vocabulary.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from octavo.models.config_keys import ConfigKeys, wrong
 from octavo.models.decoder import Decoder, read_decoder
-from octavo.models.model_config import FULL, read_layer_types
+from octavo.models.model_config import read_layer_types
 from octavo.models.parts import DecoderConfig
 
 
@@ -23,10 +23,8 @@ class SmolLM3ForCausalLM(Decoder):
     def read_config(cls, keys: ConfigKeys, max_len: int | None) -> DecoderConfig:
         num_layers = keys.size("num_hidden_layers")
         has_rope = rotated_layers(keys, num_layers, keys.size("no_rope_layer_interval", 4))
-        keys.get("sliding_window")  # ignored without the flag
-        slides = keys.flag("use_sliding_window") and keys.get("sliding_window") is not None
-        window = keys.size("sliding_window") if slides else None
-        types = read_layer_types(keys, lambda i: slides and not has_rope[i])
-        spans = (types if slides else (FULL,) * num_layers, window)
-        config = read_decoder(keys, max_len, tied=True, theta=2e6, windows=spans)
+        window = None if keys.get("sliding_window") is None else keys.size("sliding_window")
+        slides = keys.flag("use_sliding_window") and window is not None
+        types = read_layer_types(keys, lambda i: slides and not has_rope[i])  # which count without the flag, too
+        config = read_decoder(keys, max_len, tied=True, theta=2e6, windows=(types, window))
         return config.with_attention(rope=[0 if has else None for has in has_rope])

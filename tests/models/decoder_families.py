@@ -123,6 +123,7 @@ ROWS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "ernie4_5/wide_heads": ("ernie4_5", {"head_dim": 16, "use_bias": True}),
     "ernie4_5_moe/some_layers": ("ernie4_5_moe", {**ERNIE, "moe_layer_start_index": 1, "moe_num_shared_experts": 1}),
+    "ernie4_5_moe/biases": ("ernie4_5_moe", {**ERNIE, "use_bias": True}),
     "exaone4/windows": ("exaone4", {"sliding_window": 9, "layer_types": SLIDES}),
     "exaone4/full": ("exaone4", {"sliding_window": None, "layer_types": ["full_attention"] * 2}),
     "exaone_moe/groups": (
@@ -179,6 +180,7 @@ ROWS: dict[str, tuple[str, dict[str, Any]]] = {
     "olmoe/clipped": ("olmoe", {"num_experts": 6, "num_experts_per_tok": 3, "clip_qkv": 0.5}),
     "seed_oss/biases": ("seed_oss", {"attention_out_bias": True, "head_dim": 16}),
     "smollm3/no_positions": ("smollm3", {"no_rope_layers": [0, 1]}),
+    "smollm3/listed_windows": ("smollm3", {"sliding_window": 9, "layer_types": SLIDES}),
     "smollm3/windows": ("smollm3", {"no_rope_layers": [0, 1], "use_sliding_window": True, "sliding_window": 9}),
     "apertus/learned_activation": ("apertus", {}),
     "falcon/one_kv_head": ("falcon", {**FALCON, "multi_query": True}),
@@ -300,7 +302,7 @@ ROWS: dict[str, tuple[str, dict[str, Any]]] = {
     "lfm3/windows": (
         "lfm3",
         {"layer_types": ["conv", *SLIDES], "num_hidden_layers": 3, "sliding_window": 9, "head_dim": 16}
-        | {"num_attention_heads": 6, "norm_eps": 1e-4},
+        | {"num_attention_heads": 6, "norm_eps": 1e-4, "attention_bias": True},
     ),
     "lfm3/plain": (
         "lfm3",
