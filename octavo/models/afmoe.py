@@ -53,9 +53,7 @@ class AfmoeForCausalLM(Decoder):
         every = keys.size("global_attn_every_n_layers", 4)
         types = read_layer_types(keys, lambda i: (i + 1) % every)
         spans = (types, keys.size("sliding_window", 1024))
-        config = read_decoder(
-            keys, max_len, eps=1e-5, head_dim=128, windows=spans, names=AFMOE, has_bias=False, mlp_bias=False
-        )
+        config = read_decoder(keys, max_len, eps=1e-5, head_dim=128, windows=spans, names=AFMOE, mlp_bias=False)
         keys.choice("score_func", {"sigmoid": None}, "sigmoid")
         ones = dict.fromkeys(("n_group", "topk_group", "num_expert_groups", "num_limited_groups"), (1,))
         keys.must_be({"route_norm": (True,), **ones})
@@ -96,7 +94,7 @@ class LagunaForCausalLM(Decoder):
         config = read_decoder(
             keys, max_len, head_dim=128, rotary=rotary, rope=full, windows=spans, has_bias=False, mlp_bias=False
         )
-        config = with_local_rope(config, local, types, max_len)
+        config = with_local_rope(config, local, types, max_len, rotary=1.0)
         keys.must_be({"moe_apply_router_weight_on_input": (False,), "moe_router_logit_softcapping": (0,)})
         config = with_gated_experts(
             keys,

@@ -56,7 +56,7 @@ class CohereCompassForCausalLM(Decoder):
     def read_config(cls, keys: ConfigKeys, max_len: int | None) -> DecoderConfig:
         types, given = read_layer_types(keys), keys.get("rope_parameters")
         by_type = given if isinstance(given, dict) and not set(types).isdisjoint(given) else dict.fromkeys(types, given)
-        turning = {kind: plain_rope(by_type[kind]) for kind in dict.fromkeys(types) if by_type.get(kind) is not None}
+        turning = {kind: plain_rope(by_type[kind]) for kind in dict.fromkeys(types) if by_type.get(kind)}
         config = read_decoder(
             keys, max_len, tied=True, eps=1e-5, eps_key="layer_norm_eps", names=PARALLEL, norm=NORM, mlp_bias=False,
             windows=(types, keys.size("sliding_window", 4096) if SLIDING in types else None), rope={},

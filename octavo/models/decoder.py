@@ -54,7 +54,7 @@ def read_decoder(
     activation_key: str = "hidden_act",
     activation: str = "silu",
     activations: Mapping[str, Activation | PlainActivation] = ACTIVATIONS,
-    rotary: float = 1.0,
+    rotary: float | None = None,
     theta: float = 10_000.0,
     rope: Mapping[str, Any] | None = None,
     windows: tuple[Sequence[str], int | None] | None = None,
@@ -67,7 +67,7 @@ def read_decoder(
 
     ``rope`` holds the rotary keys if they are not in the usual place, ``windows`` the type of each layer and the
     sliding window; without it all layers have full attention. Biases follow ``attention_bias`` and ``mlp_bias`` unless
-    given.
+    given. ``rotary``: see ``rotary_width``.
     """
     sizes = {"head_dim": head_dim, "ffn_size": ffn_size, "num_layers": num_layers}
     common = read_common(keys, tied=tied, eps=eps, eps_key=eps_key, **sizes)

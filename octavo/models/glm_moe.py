@@ -53,7 +53,7 @@ class Glm4MoeForCausalLM(Decoder):
 class SolarOpenForCausalLM(Decoder):
     @classmethod
     def read_config(cls, keys: ConfigKeys, max_len: int | None) -> DecoderConfig:
-        config = read_decoder(keys, max_len, eps=1e-5, head_dim=128, theta=1e6, ffn_size=1, mlp_bias=False)
+        config = read_decoder(keys, max_len, eps=1e-5, head_dim=128, rotary=1.0, theta=1e6, ffn_size=1, mlp_bias=False)
         config = with_sigmoid_experts(keys, config, first=0, chosen=8, shared=1, normalises=True)
         return config.with_attention(has_output_bias=False)
 
@@ -87,7 +87,7 @@ class MiniMaxM2ForCausalLM(Decoder):
         given, width = rope_values(keys), keys.get("rotary_dim")
         if width is not None and "partial_rotary_factor" not in given:
             given["partial_rotary_factor"] = keys.size("rotary_dim") / keys.size("head_dim", 128)
-        config = read_decoder(keys, max_len, head_dim=128, theta=5e6, rope=given, mlp_bias=False)
+        config = read_decoder(keys, max_len, head_dim=128, rotary=1.0, theta=5e6, rope=given, mlp_bias=False)
         moe = read_experts(keys, config, count_keys=("num_local_experts", "num_experts"), num_chosen=8, normalises=True)
         keys.choice("scoring_func", {"sigmoid": None}, "sigmoid")
         keys.pass_over("use_routing_bias", "num_mtp_modules", "mtp_transformer_layers", "use_mtp", "use_qk_norm")

@@ -53,7 +53,7 @@ class BailingMoeV2ForCausalLM(LingDecoder):
         keys.pass_over(*UNUSED)
         has_bias = keys.flag("use_bias")
         has_query_bias = keys.flag("use_qkv_bias") or has_bias
-        config = read_decoder(keys, max_len, has_bias=has_query_bias, mlp_bias=has_bias, names=NAMES)
+        config = read_decoder(keys, max_len, rotary=1.0, has_bias=has_query_bias, mlp_bias=has_bias, names=NAMES)
         expert_size, first = keys.size("moe_intermediate_size"), keys.size("first_k_dense_replace", 0, low=0)
         shared_size = keys.size("moe_shared_expert_intermediate_size", expert_size)
         moe = read_experts(

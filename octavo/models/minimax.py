@@ -115,7 +115,7 @@ class MiniMaxForCausalLM(Decoder):
         keys.must_be(ONE_ACTIVATION)
         num_layers = keys.size("num_hidden_layers")
         head_dim = keys.size("head_dim", keys.size("hidden_size") // keys.size("num_attention_heads"))
-        rotary = keys.size("rotary_dim", head_dim) / head_dim
+        rotary = None if keys.get("rotary_dim") is None else keys.size("rotary_dim") / head_dim
         config = read_decoder(keys, max_len, eps=1e-5, windows=NO_WINDOWS, rotary=rotary, names=NAMES)
         if keys.get("shared_intermediate_size"):
             raise wrong("shared_intermediate_size", keys.get("shared_intermediate_size"), "0")

@@ -140,8 +140,8 @@ class MiniMaxM3VLForCausalLM(Decoder):
         given = {own: older.get(key) for own, key in OLDER_KEYS.items() if older.get(key) is not None}
         keys = keys.over({**keys.values, **given})
         config = read_decoder(
-            keys, max_len, head_dim=128, theta=5e6, activations=ANY, windows=NO_WINDOWS, norm=NormPart(offset=1.0),
-            mlp_bias=False,
+            keys, max_len, head_dim=128, rotary=1.0, theta=5e6, activations=ANY, windows=NO_WINDOWS,
+            norm=NormPart(offset=1.0), mlp_bias=False,
         )  # fmt: skip
         keys.pass_over("rotary_dim", "num_mtp_modules")
         activation = ClampedSwish(keys.number("swiglu_alpha", 1.702), keys.number("swiglu_limit", 7.0))

@@ -94,6 +94,7 @@ class GPTNeoXForCausalLM(Decoder):
             max_len,
             eps_key="layer_norm_eps",
             activation="gelu",
+            rotary=1.0,
             rope=given,
             has_bias=keys.flag("attention_bias", True),
             mlp_bias=True,

@@ -72,7 +72,11 @@ def ropes_by_type(keys: ConfigKeys, theta: float, local_theta: float | None = No
 
 
 def with_local_rope(
-    config: DecoderConfig, local: dict[str, Any], types: tuple[str, ...], max_len: int | None, rotary: float = 1.0
+    config: DecoderConfig,
+    local: dict[str, Any],
+    types: tuple[str, ...],
+    max_len: int | None,
+    rotary: float | None = None,
 ) -> DecoderConfig:
     """With another rotary embedding in sliding layers, if there are any."""
     if SLIDING not in types:

@@ -69,7 +69,8 @@ class OlmoHybridForCausalLM(Decoder):
         num_layers = keys.size("num_hidden_layers")
         config = read_decoder(keys, max_len, windows=NO_WINDOWS, mlp_bias=False)
         kinds = keys.choices("layer_types", (LINEAR, FULL), num_layers)
-        kinds = kinds or tuple(FULL if i % 4 == 3 else LINEAR for i in range(num_layers))
+        last = num_layers - 1 if num_layers < 4 else None
+        kinds = kinds or tuple(FULL if i % 4 == 3 or i == last else LINEAR for i in range(num_layers))
         count = keys.size("linear_num_key_heads", config.num_heads)
         width = keys.size("linear_key_head_dim", int(0.75 * config.hidden_size / count))
         delta = DeltaSizes(
@@ -82,7 +83,8 @@ class OlmoHybridForCausalLM(Decoder):
         if delta.num_heads % count:
             raise wrong("linear_num_value_heads", delta.num_heads, f"a multiple of {count} key heads")
         keys.pass_over(*UNUSED)
-        config = config.with_attention(head_norm=JOINT, rope=0 if "rope_theta" in rope_values(keys) else None)
+        rotates = "rope_theta" in rope_values(keys) or not keys.has("rope_parameters")  # null: no positions
+        config = config.with_attention(head_norm=JOINT, rope=0 if rotates else None)
         config = config.with_caches([delta.cache if kind == LINEAR else None for kind in kinds])
         beta_scale = 2.0 if keys.flag("linear_allow_neg_eigval", True) else 1.0
         return config.extended(OlmoHybridConfig, delta=delta, beta_scale=beta_scale)

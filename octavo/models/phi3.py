@@ -13,4 +13,4 @@ NAMES = Names(queries=("self_attn.qkv_proj",), ups=("mlp.gate_up_proj",))
 class Phi3ForCausalLM(Decoder):
     @classmethod
     def read_config(cls, keys: ConfigKeys, max_len: int | None) -> DecoderConfig:
-        return read_mistral(keys, max_len, eps=1e-5, names=NAMES)
+        return read_mistral(keys, max_len, eps=1e-5, rotary=1.0, names=NAMES)

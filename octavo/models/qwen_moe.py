@@ -74,8 +74,8 @@ class MellumForCausalLM(Decoder):
     def read_config(cls, keys: ConfigKeys, max_len: int | None) -> DecoderConfig:
         types, (full, local) = read_layer_types(keys), ropes_by_type(keys, theta=500_000.0, local_theta=10_000.0)
         spans = (types, keys.size("sliding_window", 1024))
-        config = read_decoder(keys, max_len, head_dim=128, rope=full, windows=spans, mlp_bias=False)
-        config = with_local_rope(config, local, types, max_len).with_attention(head_norm=HeadNorm())
+        config = read_decoder(keys, max_len, head_dim=128, rotary=1.0, rope=full, windows=spans, mlp_bias=False)
+        config = with_local_rope(config, local, types, max_len, 1.0).with_attention(head_norm=HeadNorm())
         keys.pass_over("num_mtp_layers", "num_nextn_predict_layers", "mtp_layer_types", "mtp_mlp_layer_types")
         return with_qwen_experts(keys, config, 8, normalises=True)
 

@@ -16,6 +16,7 @@ from octavo.errors import CheckpointError
 from octavo.layers.expert_parallel import ParallelMixture
 from octavo.layers.linear import Linear
 from octavo.layers.lora import AdapterRows
+from octavo.models.absent_keys import absent_keys
 from octavo.models.config_keys import ConfigKeys, wrong
 from octavo.models.decoder_layer import DecoderLayer
 from octavo.models.encoder import EncoderConfig
@@ -138,8 +139,9 @@ def read_config(values: Mapping[str, Any], max_len: int | None = None) -> ModelC
     ``max_len`` is the longest context that will be used, if known. Every key that would change what is computed is
     either supported or refused with a ``CheckpointError`` naming it.
     """
-    keys = ConfigKeys(text_config(values))
-    name = architecture(keys)
+    given = text_config(values)
+    name = architecture(ConfigKeys(given))
+    keys = ConfigKeys({**absent_keys(name), **given})
     family = encoder_family(name, keys.values) or _family(name)
     method = read_method(keys.get("quantization_config"))
     config: ModelConfig = family.read_config(keys, max_len)

@@ -64,12 +64,16 @@ def ropes_by_kind(keys: ConfigKeys, kinds: Sequence[str]) -> list[dict[str, Any]
     return [dict(parts.get(kind, {})) for kind in kinds] if parts else None
 
 
-def rotary_width(given: Mapping[str, Any], head_dim: int, default: float = 1.0) -> int:
+def rotary_width(given: Mapping[str, Any], head_dim: int, default: float | None) -> int:
     """The width of the rotated part of a head, at most ``head_dim``: even, unless that is odd, which goes without
-    rotation alone. Proportional embeddings have the width of the head, and leave a part of it as it is themselves."""
+    rotation alone. Proportional embeddings have the width of the head, and leave a part of it as it is themselves.
+
+    ``default`` is the share of a head that the family rotates, ``None``: always the whole of it."""
     if head_dim % 2 or given.get("rope_type", given.get("type")) == "proportional":
         return head_dim
-    factor = ConfigKeys(given).number("partial_rotary_factor", default)
+    factor = ConfigKeys(given).number("partial_rotary_factor", default or 1.0)
+    if default is None and factor != 1:
+        raise wrong("partial_rotary_factor", factor, "1, as this architecture rotates whole heads")
     width = int(head_dim * factor) if factor <= 1 else 0
     if width < 2 or width % 2:
         raise wrong("partial_rotary_factor", factor, f"such that an even part of a head of {head_dim} is rotated")

@@ -141,12 +141,13 @@ class Step3p5ForCausalLM(Decoder):
             max_len,
             eps=1e-5,
             head_dim=128,
+            rotary=1.0,
             rope=full,
             windows=(types, None if SLIDING not in types else keys.size("sliding_window", 512)),
             norm=NormPart(offset=offset),
         )
         keys.pass_over("sliding_window")
-        config = with_local_rope(config, local, types, max_len)
+        config = with_local_rope(config, local, types, max_len, rotary=1.0)
         mixtures = _mixtures(keys, config)
         gate = GatePart("self_attn.g_proj", is_of_head=True) if keys.flag("use_head_wise_attn_gate", True) else None
         scale = keys.number("query_pre_attn_scalar", config.head_dim) ** -0.5

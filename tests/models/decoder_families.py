@@ -274,7 +274,7 @@ ROWS: dict[str, tuple[str, dict[str, Any]]] = {
     "afmoe/gated": (
         "afmoe",
         {**EXPERTS, "head_dim": 16, "sliding_window": 9, "layer_types": ["sliding_attention", *SLIDES]}
-        | {"num_dense_layers": 1, "route_scale": 1.7, "mup_enabled": True},
+        | {"num_dense_layers": 1, "route_scale": 1.7, "mup_enabled": True, "attention_bias": True},
     ),
     "laguna/gated_numbers": (
         "laguna",

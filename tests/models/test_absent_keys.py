@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
+import json
 from typing import Any
 
 import pytest
@@ -9,6 +12,8 @@ from transformers import AutoConfig
 
 from octavo.errors import CheckpointError
 from octavo.models.registry import read_config
+from tests.models.families import FIRST_ROWS, make_config
+from tests.tiers import one_in
 
 ARCHITECTURES = {
     "gpt_oss": "GptOssForCausalLM",
@@ -56,3 +61,28 @@ def test_the_default_scaling_of_gpt_oss_is_that_of_a_configuration_without_any()
 def test_attention_to_later_tokens_is_refused_by_name() -> None:
     with pytest.raises(CheckpointError, match="is_causal"):
         read_config(config_of("llama", is_causal=False))
+
+
+EMULATED = ("bailing_moe_v2", "minicpm")
+"""Families that the library has under another name, with other defaults."""
+NOT_OF_THE_MODEL = {"architectures", "model_type", "eos_token_id", "q_lora_rank", "kv_lora_rank", "unpadded_vocab_size"}
+"""Ends are the tokenizer's, and files in which a rank is absent have none."""
+
+
+@one_in(7)
+@pytest.mark.parametrize("row", FIRST_ROWS)
+def test_each_absent_key_has_the_value_of_the_family(row: str) -> None:
+    """Or it is refused by name, as sizes are."""
+    config = make_config(row)
+    if config.model_type in EMULATED:
+        pytest.skip("the library has no defaults of this family")
+    written = json.loads(json.dumps(config.to_dict()))
+    for key in written.keys() - NOT_OF_THE_MODEL:
+        less = {name: value for name, value in written.items() if name != key}
+        try:
+            completed = type(config).from_dict(copy.deepcopy(less)).to_dict()
+            expected = read_config(completed | {"architectures": written["architectures"]})
+        except Exception:
+            continue  # the library needs the key, or its default is not for models of this size
+        with contextlib.suppress(CheckpointError):
+            assert read_config(less) == expected, key

@@ -116,6 +116,7 @@ def test_rotary_settings_old_and_new(changes: dict[str, Any], expected: DefaultR
         ({"rope_parameters": {"partial_rotary_factor": 0.4}}, "partial_rotary_factor"),
         ({"rope_interleaved": True}, "rope_interleaved"),
         ({"partial_rotary_factor": 1.5}, "partial_rotary_factor"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5; it must be 1"),
         ({"partial_rotary_factor": 1e308}, "partial_rotary_factor is 1e\\+308"),
         ({"quantization_config": {"quant_method": "quip"}}, "quantization_config"),
         ({"num_local_experts": 8}, "num_local_experts"),
@@ -151,7 +152,7 @@ def test_rotary_settings_of_each_kind_of_layers_are_objects(name: str, given: An
 
 
 def test_a_window_as_long_as_the_context_is_none() -> None:
-    mistral = {"architectures": ["MistralForCausalLM"]}
+    mistral = {"architectures": ["MistralForCausalLM"], "num_key_value_heads": 4}
     assert read(**mistral, sliding_window=128) == read(**mistral)
     assert read(**mistral, sliding_window=64).windows == (64, 64)
     shorter = read_config({**BASE, **mistral, "sliding_window": 64}, max_len=64)
@@ -174,6 +175,7 @@ def test_longrope_has_two_lists_of_factors_where_contexts_are_longer_than_the_or
 def test_each_list_of_factors_can_have_a_scale_of_its_own() -> None:
     scaling = {"type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4, "long_mscale": 1.4}
     moe = {"architectures": ["PhimoeForCausalLM"], "num_local_experts": 4, "original_max_position_embeddings": 64}
+    moe["num_key_value_heads"] = 4
     config = read_config({**BASE, **moe, "rope_scaling": {**scaling, "short_mscale": 1.2}})
     [rope] = config.rotary_embeddings
     assert isinstance(rope, SwitchedRope)
@@ -259,6 +261,7 @@ def test_activations_that_other_layers_than_feed_forward_ones_would_have_too(row
 
 def test_the_bound_of_phimoe_is_that_of_its_configuration() -> None:
     mixture = {"architectures": ["PhimoeForCausalLM"], "num_local_experts": 4, "num_experts_per_tok": 2}
+    mixture["num_key_value_heads"] = 4
     config = read(**mixture, router_jitter_noise=0.25)
     assert isinstance(config, PhimoeConfig)
     assert config.jitter == 0.25
