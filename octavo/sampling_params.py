@@ -270,20 +270,6 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         return self.temperature < 1e-5
 
 
-def check_num_logprobs(params: SamplingParams, most: int) -> None:
-    """Raise ``InvalidParameter`` for more log-probabilities than ``most``."""
-    for field, count in (("logprobs", params.logprobs), ("prompt_logprobs", params.prompt_logprobs)):
-        if count is not None and count > most:
-            raise InvalidParameter(field, f"'{field}' must be a whole number from 0 to {most} (max_logprobs).")
-
-
-def check_routed_experts(params: SamplingParams, is_kept: bool) -> None:
-    """Raise ``InvalidParameter`` if experts are asked for that the engine does not keep."""
-    if params.return_routed_experts and not is_kept:
-        message = "'return_routed_experts' is for a mixture of experts with --enable-return-routed-experts."
-        raise InvalidParameter("return_routed_experts", message)
-
-
 DEFAULTS: dict[str, Any] = {field.name: field.default for field in msgspec.structs.fields(SamplingParams)}
 MAY_BE_ABSENT = frozenset(name for name in OPTIONS if DEFAULTS[name] is None)
 """Options for which ``None`` has a meaning of its own."""

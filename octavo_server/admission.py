@@ -25,19 +25,22 @@ from octavo.grammar.forms import FormError
 from octavo.grammar.trial_queue import GrammarRefused, TrialQueue
 from octavo.grammar.vocabulary import PackedVocabulary
 from octavo.images.preparer import PreparedMedia, read_by_model
-from octavo.sampling_params import (
-    SamplingParams,
-    check_num_logprobs,
-    check_routed_experts,
-    choice_key,
-    resolve_max_tokens,
-)
+from octavo.sampling_params import SamplingParams, choice_key, resolve_max_tokens
 from octavo.server_settings import ServerSettings
 from octavo.system.cpus import num_cpus
 from octavo.text.conversation import ChatPrompt, ImageText
 from octavo.text.message_format import MessageFormat
 from octavo.text.reasoning import AnswerMarks
-from octavo.text.tokenizer import Sequences, Tokenizer, banned_sequences, check_something_is_left
+from octavo.text.tokenizer import (
+    Sequences,
+    Tokenizer,
+    banned_sequences,
+    check_params,
+    check_prompt,
+    check_something_is_left,
+    check_task,
+    end_tokens,
+)
 from octavo.types import KVTransfer, Request, Task, ThinkingBudget
 from octavo_server.engines.engine_client import EngineClient
 from octavo_server.generation import Generation, Prompt
@@ -175,8 +178,7 @@ class Admission:
         ``begin`` gets the generation instead of the engine, and returns the one to use: what ``submit`` does, unless it
         raises ``RequestError``.
         """
-        if client_request.task not in (tasks := self.engine.info.tasks):
-            raise InvalidParameter("model", f"This model can {' and '.join(tasks)}; it cannot {client_request.task}.")
+        check_task(client_request.task, self.engine.info)
         count = len(client_request.prompts) * client_request.params.n
         if count > self.room:
             message = f"The request asks for {count} texts at once; this server has room for {self.room}."
@@ -190,7 +192,7 @@ class Admission:
                 async with asyncio.timeout_at(deadline):
                     images = await self._prepared(client_request)
                     prompts_and_limits = await self._encode_all(client_request, images)
-                    self._check_tokens(client_request)
+                    check_params(client_request.params, self.engine.info)
                     banned = await self._banned_sequences(client_request)
                     client_request = await self._with_grammar(client_request, prompts_and_limits[0][0])
             except TimeoutError:
@@ -204,7 +206,7 @@ class Admission:
         """What ``admit`` would submit: each prompt with its ``max_tokens``. Raises ``RequestError``."""
         with self.reserved(client_request.caller):
             prompts_and_limits = await self._encode_all(client_request, await self._prepared(client_request))
-        self._check_tokens(client_request)
+        check_params(client_request.params, self.engine.info)
         return prompts_and_limits
 
     async def _prepared(self, client_request: ClientRequest) -> list[PreparedMedia]:
@@ -236,7 +238,9 @@ class Admission:
             assert self.tokenizer is not None, "bad_words requires a tokenizer"
             async with self.tokenising.place(client_request.caller.name):
                 banned = await asyncio.to_thread(banned_sequences, params.bad_words, self.tokenizer)
-        check_something_is_left(params, banned, {*self.eos_token_ids(params), *params.stop_token_ids})
+        check_something_is_left(
+            params, banned, {*end_tokens(params, self.tokenizer, self.engine.info), *params.stop_token_ids}
+        )
         return banned
 
     def _vocabulary(self) -> PackedVocabulary:
@@ -288,7 +292,7 @@ class Admission:
                     params=client_request.params,
                     max_tokens=max_tokens,
                     seed=choice_key(seed, index),
-                    eos_token_ids=self.eos_token_ids(client_request.params),
+                    eos_token_ids=end_tokens(client_request.params, self.tokenizer, self.engine.info),
                     banned_sequences=banned,
                     thinking=thinking,
                     priority=client_request.priority,
@@ -327,14 +331,6 @@ class Admission:
         marks = client_request.answer_marks
         text = self.tokenizer.decode(prompt.tokens, False) if prompt.text is None else prompt.text
         return format.thinking_budget(budget, text, self.tokenizer.encode_mark, marks is not None and marks.is_begun)
-
-    def eos_token_ids(self, params: SamplingParams) -> tuple[int, ...]:
-        """The tokens that end a text."""
-        if params.ignore_eos:
-            return ()
-        own = self.tokenizer.eos_token_ids if self.tokenizer else ()
-        vocab_size = self.engine.info.vocab_size
-        return tuple(sorted(token for token in {*self.engine.info.eos_token_ids, *own} if token < vocab_size))
 
     # --- prompts ---
 
@@ -393,7 +389,7 @@ class Admission:
         self, source: PromptSource, field: str, adds_special: bool, images: Sequence[PreparedMedia] = ()
     ) -> Prompt:
         if isinstance(source, list):
-            self._check_ids(source, field)
+            check_prompt(source, field, self.engine.info)
             return Prompt(source, None)
         if self.tokenizer is None:
             message = f"This model has no tokenizer: '{field}' must be given as token ids, to /v1/completions."
@@ -432,28 +428,6 @@ class Admission:
                 f"which cannot fit. Please reduce the length of the {field}.",
                 param=field,
             )
-
-    def _check_ids(self, tokens: list[int], field: str) -> None:
-        if not tokens:
-            raise InvalidParameter(field, f"'{field}' must not be empty.")
-        self.check_in_vocabulary((min(tokens), max(tokens)), field)
-
-    def check_in_vocabulary(self, tokens: Sequence[int], field: str) -> None:
-        """Raise ``InvalidParameter`` unless every id is one of the model's tokens."""
-        vocab_size = self.engine.info.vocab_size
-        for token in tokens:
-            if not 0 <= token < vocab_size:
-                shown = token if -(2**64) < token < 2**64 else "a number of over 64 bits"
-                message = f"'{field}' has {shown}, which is not a token id: they go from 0 to {vocab_size - 1}."
-                raise InvalidParameter(field, message)
-
-    def _check_tokens(self, client_request: ClientRequest) -> None:
-        check_num_logprobs(client_request.params, self.engine.info.max_logprobs)
-        check_routed_experts(client_request.params, self.engine.info.routes is not None)
-        self.check_in_vocabulary(client_request.params.stop_token_ids, "stop_token_ids")
-        self.check_in_vocabulary(tuple(client_request.params.logit_bias), "logit_bias")
-        self.check_in_vocabulary(client_request.params.allowed_token_ids or (), "allowed_token_ids")
-        self.check_in_vocabulary(client_request.params.logprob_token_ids, "logprob_token_ids")
 
     def max_tokens(self, client_request: ClientRequest, prompt: Prompt) -> int:
         """The most output tokens for ``prompt``. Raises ``ContextLengthExceeded``."""

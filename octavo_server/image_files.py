@@ -8,8 +8,6 @@ another site nor a name that changes its address makes this server ask a machine
 from __future__ import annotations
 
 import asyncio
-import base64
-import binascii
 import contextlib
 import hashlib
 import ipaddress
@@ -24,7 +22,7 @@ import httpx
 
 from octavo.config import ModelSettings
 from octavo.errors import InvalidParameter
-from octavo.images.preparer import ImagePreparer, PreparedMedia, placed, preparer_of
+from octavo.images.preparer import ImagePreparer, PreparedMedia, from_data_url, placed, preparer_of
 from octavo.images.processors import PreparedClip, PreparedImage
 from octavo.server_settings import ServerSettings
 from octavo.text.chat_messages import KINDS
@@ -268,7 +266,7 @@ class ImageFiles:
     async def _content(self, source: Source, read_file: ReadFile | None) -> bytes:
         """The bytes of a file. Raises ``InvalidParameter``."""
         if source.kind == "data":
-            data = await asyncio.to_thread(_from_data_url, source)
+            data = await asyncio.to_thread(from_data_url, source.value, source.where)
         elif source.kind == "file":
             content = None if read_file is None else await read_file(source.value)
             if content is None:
@@ -369,13 +367,3 @@ async def _pieces(response: httpx.Response, source: Source) -> AsyncGenerator[by
             yield piece
     finally:
         await response.aclose()
-
-
-def _from_data_url(source: Source) -> bytes:
-    head, comma, content = source.value.partition(",")
-    if not comma or not head.lower().endswith(";base64"):
-        raise InvalidParameter("messages", f"'{source.where}' must be a data: URL with base64.")
-    try:
-        return base64.b64decode(content, validate=True)
-    except (binascii.Error, ValueError):
-        raise InvalidParameter("messages", f"'{source.where}' has no valid base64.") from None

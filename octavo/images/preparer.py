@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import binascii
 import json
 import os
 import queue
@@ -97,6 +99,17 @@ class ImagePreparer:
             if process is not None:
                 process.close()
             self._idle.put(None)
+
+
+def from_data_url(url: str, where: str) -> bytes:
+    """The content of a data: URL. Raises ``InvalidParameter``."""
+    head, comma, content = url.partition(",")
+    if not comma or not head.lower().endswith(";base64"):
+        raise InvalidParameter("messages", f"'{where}' must be a data: URL with base64.")
+    try:
+        return base64.b64decode(content, validate=True)
+    except (binascii.Error, ValueError):
+        raise InvalidParameter("messages", f"'{where}' has no valid base64.") from None
 
 
 def read_by_model(prompt: ChatPrompt, media: Mapping[int, PreparedMedia]) -> tuple[ChatPrompt, list[PreparedImage]]:

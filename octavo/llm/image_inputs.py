@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import base64
-import binascii
 import io
 import struct
 from collections.abc import Mapping, Sequence
@@ -14,6 +12,7 @@ import numpy as np
 
 from octavo.errors import InvalidParameter
 from octavo.images.audio import RATE
+from octavo.images.preparer import from_data_url
 from octavo.text.chat_messages import KINDS
 
 AUDIO_FORMS = "an array of samples and their number a second, a path, the bytes of a file, or a data: URL"
@@ -45,17 +44,6 @@ def file_of(image: Any, where: str) -> bytes:
     buffer = io.BytesIO()
     save(buffer, "PNG")
     return buffer.getvalue()
-
-
-def from_data_url(url: str, where: str) -> bytes:
-    """The content of a data: URL. Raises ``InvalidParameter``."""
-    head, comma, content = url.partition(",")
-    if not comma or not head.lower().endswith(";base64"):
-        raise InvalidParameter("messages", f"'{where}' must be a data: URL with base64.")
-    try:
-        return base64.b64decode(content, validate=True)
-    except (binascii.Error, ValueError):
-        raise InvalidParameter("messages", f"'{where}' has no valid base64.") from None
 
 
 def files_of(video: Any, where: str) -> tuple[list[bytes], float | None]:

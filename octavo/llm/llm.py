@@ -43,7 +43,6 @@ from octavo.llm.prompts import (
     check_all,
     check_grammars,
     check_pairs,
-    check_task,
     check_texts,
 )
 from octavo.llm.vllm_arguments import VLLMArguments, adapter_of, check_names, priorities
@@ -54,7 +53,7 @@ from octavo.text.chat_template import load_chat_template
 from octavo.text.conversation import Conversation
 from octavo.text.embedding_vectors import Floats, check_dimensions, cosine, late_interaction, pairs_of, results_of
 from octavo.text.message_format import find_format
-from octavo.text.tokenizer import Tokenizer
+from octavo.text.tokenizer import Tokenizer, check_task
 from octavo.types import MEMORY_PARTS, MemoryPart, Task
 from octavo.weights.tensor_file import written
 

@@ -15,10 +15,19 @@ from octavo.images.preparer import ImagePreparer, placed
 from octavo.images.processors import ImageProcessor, PreparedClip, PreparedImage
 from octavo.llm.image_inputs import MEDIA_KEYS, audio_file_of, audio_of, file_of, files_of, images_of, videos_of
 from octavo.llm.vllm_arguments import grammar_of
-from octavo.sampling_params import SamplingParams, check_num_logprobs, check_routed_experts, resolve_max_tokens
+from octavo.sampling_params import SamplingParams, resolve_max_tokens
 from octavo.text.message_format import find_format
-from octavo.text.tokenizer import Sequences, Tokenizer, banned_sequences, check_something_is_left
-from octavo.types import EngineInfo, ImageInput, Request, Task, ThinkingBudget
+from octavo.text.tokenizer import (
+    Sequences,
+    Tokenizer,
+    banned_sequences,
+    check_params,
+    check_prompt,
+    check_something_is_left,
+    check_task,
+    end_tokens,
+)
+from octavo.types import EngineInfo, ImageInput, Request, ThinkingBudget
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
 """Text, token ids, or ``{"prompt": text}`` or ``{"prompt_token_ids": ids}``."""
@@ -65,7 +74,7 @@ def check_all(
         if own.structured_outputs is not None:
             own = msgspec.structs.replace(own, grammar=grammar_of(own.structured_outputs), structured_outputs=None)
         given, media = _with_media(prompt, name, preparer)
-        text, tokens = _encode(given, name, tokenizer, info.vocab_size)
+        text, tokens = _encode(given, name, tokenizer, info)
         if own.truncate_prompt_tokens is not None:
             tokens = tokens[-own.truncate_prompt_tokens :]
         images: Sequence[ImageInput] = ()
@@ -73,7 +82,7 @@ def check_all(
             tokens, images = placed(tokens, media, preparer.processor)
         _check_params(own, tokenizer, info)
         max_tokens = resolve_max_tokens(own, len(tokens), info.max_model_len, field=name)
-        ends = _eos_token_ids(own, tokenizer, info)
+        ends = end_tokens(own, tokenizer, info)
         banned = () if tokenizer is None else banned_sequences(own.bad_words, tokenizer)
         check_something_is_left(own, banned, {*ends, *own.stop_token_ids})
         thinking = _thinking_budget(own.thinking_token_budget, tokens, tokenizer)
@@ -91,12 +100,6 @@ def _thinking_budget(num_tokens: int | None, prompt: list[int], tokenizer: Token
         raise InvalidParameter("thinking_token_budget", message)
     end = tokenizer.decode(prompt[-MOST_OF_A_MARK:], skip_special_tokens=False)
     return format.thinking_budget(num_tokens, end, tokenizer.encode_mark)
-
-
-def check_task(task: Task, info: EngineInfo) -> None:
-    """Raise ``InvalidParameter`` unless the model can do ``task``."""
-    if task not in info.tasks:
-        raise InvalidParameter("model", f"This model can {' and '.join(info.tasks)}; it cannot {task}.")
 
 
 def check_grammars(prompts: Sequence[Checked], grammars: Grammars) -> None:
@@ -127,9 +130,9 @@ def check_texts(prompts: Any, tokenizer: Tokenizer | None, info: EngineInfo) -> 
     if tokenizer is not None and all(type(item) is str for item in items):
         encoded = tokenizer.encode_all(items)
         for tokens, name in zip(encoded, names, strict=True):
-            _check_tokens(tokens, name, info.vocab_size)
+            check_prompt(tokens, name, info)
     else:
-        encoded = [_encode(item, name, tokenizer, info.vocab_size)[1] for item, name in zip(items, names, strict=True)]
+        encoded = [_encode(item, name, tokenizer, info)[1] for item, name in zip(items, names, strict=True)]
     return [_fitting(TokenizedText(tokens), name, info) for tokens, name in zip(encoded, names, strict=True)]
 
 
@@ -238,7 +241,7 @@ def _in_places(
     return "".join(pieces), [*media, *of_images]
 
 
-def _encode(prompt: Any, name: str, tokenizer: Tokenizer | None, vocab_size: int) -> tuple[str | None, list[int]]:
+def _encode(prompt: Any, name: str, tokenizer: Tokenizer | None, info: EngineInfo) -> tuple[str | None, list[int]]:
     """The text, or ``None`` for token ids, and the token ids of a prompt."""
     if isinstance(prompt, Mapping):
         prompt = _from_mapping(prompt, name)
@@ -251,14 +254,8 @@ def _encode(prompt: Any, name: str, tokenizer: Tokenizer | None, vocab_size: int
         tokens = list(prompt)
     else:
         raise InvalidParameter(name, f"'{name}' must be text, a list of token ids or a dict with one of them.")
-    _check_tokens(tokens, name, vocab_size)
+    check_prompt(tokens, name, info)
     return text, tokens
-
-
-def _check_tokens(tokens: list[int], name: str, vocab_size: int) -> None:
-    if not tokens:
-        raise InvalidParameter(name, f"'{name}' must not be empty.")
-    _check_in_vocabulary((min(tokens), max(tokens)), name, vocab_size)
 
 
 def _from_mapping(prompt: Mapping[str, Any], name: str) -> Any:
@@ -272,25 +269,7 @@ def _from_mapping(prompt: Mapping[str, Any], name: str) -> Any:
 
 
 def _check_params(params: SamplingParams, tokenizer: Tokenizer | None, info: EngineInfo) -> None:
-    vocab_size = info.vocab_size
-    check_num_logprobs(params, info.max_logprobs)
-    check_routed_experts(params, info.routes is not None)
     for name in ("stop", "bad_words"):
         if getattr(params, name) and tokenizer is None:
             raise InvalidParameter(name, f"The model has no tokenizer, so '{name}' cannot be used.")
-    _check_in_vocabulary(params.stop_token_ids, "stop_token_ids", vocab_size)
-    _check_in_vocabulary(tuple(params.logit_bias), "logit_bias", vocab_size)
-    _check_in_vocabulary(params.allowed_token_ids or (), "allowed_token_ids", vocab_size)
-    _check_in_vocabulary(params.logprob_token_ids, "logprob_token_ids", vocab_size)
-
-
-def _eos_token_ids(params: SamplingParams, tokenizer: Tokenizer | None, info: EngineInfo) -> tuple[int, ...]:
-    own = () if tokenizer is None else tokenizer.eos_token_ids
-    ids = () if params.ignore_eos else {*info.eos_token_ids, *own}
-    return tuple(sorted(token for token in ids if token < info.vocab_size))
-
-
-def _check_in_vocabulary(tokens: Sequence[int], name: str, vocab_size: int) -> None:
-    for token in tokens:
-        if not 0 <= token < vocab_size:
-            raise InvalidParameter(name, f"'{name}' has {token}, which is not a token id: 0 to {vocab_size - 1}.")
+    check_params(params, info)

@@ -1,4 +1,4 @@
-"""Encoding and decoding text, over the ``tokenizers`` library; words that are not to be said, as tokens."""
+"""Encoding and decoding text, over the ``tokenizers`` library; what a request may ask of tokens and of a model."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ from octavo.text.tokenizers.token_bytes import token_bytes_table
 from octavo.text.tokenizers.tokenizer_check import check_folder
 from octavo.text.tokenizers.tokenizer_limits import TextLimits
 from octavo.text.tokenizers.tokenizer_parts import TokenizerParts
+from octavo.types import EngineInfo, Task
 
 
 def look_up_whole_words(backend: tokenizers.Tokenizer) -> bool:
@@ -347,6 +348,48 @@ def check_something_is_left(params: SamplingParams, banned: Sequences, stop_toke
     if out.issuperset(params.allowed_token_ids):
         message = "'allowed_token_ids' has only tokens that 'bad_words' or 'min_tokens' keep out."
         raise InvalidParameter("allowed_token_ids", message)
+
+
+def check_task(task: Task, info: EngineInfo) -> None:
+    """Raise ``InvalidParameter`` unless the model can do ``task``."""
+    if task not in info.tasks:
+        raise InvalidParameter("model", f"This model can {' and '.join(info.tasks)}; it cannot {task}.")
+
+
+def check_params(params: SamplingParams, info: EngineInfo) -> None:
+    """Raise ``InvalidParameter`` for what this model or engine does not have."""
+    most = info.max_logprobs
+    for field, count in (("logprobs", params.logprobs), ("prompt_logprobs", params.prompt_logprobs)):
+        if count is not None and count > most:
+            raise InvalidParameter(field, f"'{field}' must be a whole number from 0 to {most} (max_logprobs).")
+    if params.return_routed_experts and info.routes is None:
+        message = "'return_routed_experts' is for a mixture of experts with --enable-return-routed-experts."
+        raise InvalidParameter("return_routed_experts", message)
+    for field in ("stop_token_ids", "logit_bias", "allowed_token_ids", "logprob_token_ids"):
+        check_in_vocabulary(getattr(params, field) or (), field, info)
+
+
+def check_prompt(tokens: Collection[int], field: str, info: EngineInfo) -> None:
+    """Raise ``InvalidParameter`` for a prompt without tokens or with others than the model's."""
+    if not tokens:
+        raise InvalidParameter(field, f"'{field}' must not be empty.")
+    check_in_vocabulary(tokens, field, info)
+
+
+def check_in_vocabulary(tokens: Collection[int], field: str, info: EngineInfo) -> None:
+    """Raise ``InvalidParameter`` unless every id is one of the model's tokens."""
+    for token in (min(tokens), max(tokens)) if tokens else ():
+        if not 0 <= token < info.vocab_size:
+            shown = token if -(2**64) < token < 2**64 else "a number of over 64 bits"
+            message = f"'{field}' has {shown}, which is not a token id: they go from 0 to {info.vocab_size - 1}."
+            raise InvalidParameter(field, message)
+
+
+def end_tokens(params: SamplingParams, tokenizer: Tokenizer | None, info: EngineInfo) -> tuple[int, ...]:
+    """The tokens that end a text."""
+    own = () if tokenizer is None else tokenizer.eos_token_ids
+    ids = () if params.ignore_eos else {*info.eos_token_ids, *own}
+    return tuple(sorted(token for token in ids if token < info.vocab_size))
 
 
 MIN_CHUNK = 8192

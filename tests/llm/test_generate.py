@@ -168,6 +168,7 @@ def test_progress_is_shown_when_asked_for(llm: LLM, capsys: pytest.CaptureFixtur
         (["fine", [True]], GREEDY, "prompts[1]"),
         (["fine", {"promt": "x"}], GREEDY, "prompts[1]"),
         (["fine", {"prompt": "x", "prompt_token_ids": [1]}], GREEDY, "prompts[1]"),
+        ([[10**5000]], GREEDY, "prompt"),
         (["fine", None], GREEDY, "prompts[1]"),
         (7, GREEDY, "prompts"),
         (b"fine", GREEDY, "prompts"),

@@ -13,6 +13,7 @@ from starlette.requests import Request
 from octavo.engine.beam_search import MAX_BEAM_WIDTH, BeamSearch, BeamSearchParams, BeamSearchSequence
 from octavo.errors import DeadlineExceeded, InvalidParameter
 from octavo.sampling_params import DEFAULTS
+from octavo.text.tokenizer import end_tokens
 from octavo_server.admission import Admission, ClientRequest
 from octavo_server.dialects.openai.common_fields import GenerationFields
 from octavo_server.generation import GeneratedChoice, Prompt
@@ -74,7 +75,8 @@ async def search_beams(
     prompts = [await admission.encode(source, field, adds_special, caller) for source in submitted.prompts]
     for prompt in prompts:
         params = BeamSearchParams(width, admission.max_tokens(submitted, prompt), length_penalty=length_penalty)
-        searches.append(BeamSearch(prompt.tokens, admission.eos_token_ids(submitted.params), params))
+        ends = end_tokens(submitted.params, admission.tokenizer, admission.engine.info)
+        searches.append(BeamSearch(prompt.tokens, ends, params))
     try:
         async with asyncio.timeout(time_limit):
             await _advance_all(admission, submitted, searches, request)

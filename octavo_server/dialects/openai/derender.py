@@ -17,6 +17,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from octavo.errors import ContextLengthExceeded, InvalidParameter
+from octavo.text.tokenizer import check_in_vocabulary
 from octavo.types import REPETITION, FinishReason, Output, TokenLogprobs
 from octavo.types import Request as EngineRequest
 from octavo_server.admission import ClientRequest
@@ -280,8 +281,7 @@ def _check_ids(tokens: list[int], services: ModelServices, field: str) -> None:
     if len(tokens) > limit:
         message = f"This model's maximum context length is {limit} tokens; '{field}' has {len(tokens)}."
         raise ContextLengthExceeded(message, param=field)
-    if tokens:
-        services.admission.check_in_vocabulary((min(tokens), max(tokens)), field)
+    check_in_vocabulary(tokens, field, services.engine.info)
 
 
 def _feed(choice: GeneratedChoice, part: GeneratedPart) -> None:

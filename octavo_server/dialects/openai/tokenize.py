@@ -10,6 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from octavo.errors import InvalidParameter
+from octavo.text.tokenizer import check_in_vocabulary
 from octavo_server.admission import PromptSource
 from octavo_server.dialects.batches.files import file_reader
 from octavo_server.dialects.openai.chat_body import conversation, passed_over
@@ -90,7 +91,7 @@ async def detokenize(request: Request) -> Response:
     services, body, headers = await server_of(request).read(request, detokenize_decoder)
     services.check_model(body.model)
     tokenizer = services.need_tokenizer("tokens")
-    services.admission.check_in_vocabulary(body.tokens, "tokens")
+    check_in_vocabulary(body.tokens, "tokens", services.engine.info)
     caller = caller_of(request)
     with services.admission.reserved(caller):
         async with services.admission.tokenising.place(caller.name):
