@@ -101,8 +101,14 @@ def test_a_closed_loop_keeps_each_client_busy(workload: str) -> None:
 
 
 def test_arrivals_do_not_wait_for_answers() -> None:
+    num_asked, all_asked = 0, asyncio.Event()
+
     async def reply(job: Job) -> TimedAnswer:
-        await asyncio.sleep(0.1)
+        nonlocal num_asked
+        num_asked += 1
+        if num_asked == 30:
+            all_asked.set()
+        await asyncio.wait_for(all_asked.wait(), 30)
         return answer(0.1)
 
     sent, most = run_load(ServeWork("fixed", 30), Load(rate=1000.0), reply)

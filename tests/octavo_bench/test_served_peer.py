@@ -233,7 +233,7 @@ def test_a_client_that_takes_too_long_is_ended() -> None:
     start = time.monotonic()
     with pytest.raises(ConfigError, match="did not end in the 0 s that were left"):
         peer.run({}, seconds=0.2)
-    assert time.monotonic() - start < 10
+    assert time.monotonic() - start < 60
     peer.close()
 
 
