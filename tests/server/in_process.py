@@ -202,15 +202,16 @@ class InProcessEngine:
         if request.id in self.live:
             raise QueueFull("twice")
         self.engine.add(request)
+        self.requests.append(request)  # tests, which are other threads, wait for what is in ``live``
+        self.max_live = max(self.max_live, len(self.live) + 1)
         self.live[request.id] = Live(request, listener)
-        self.requests.append(request)
-        self.max_live = max(self.max_live, len(self.live))
         self._schedule()
 
     def abort(self, request_id: int, reason: FinishReason = "abort") -> None:
-        if self.live.pop(request_id, None) is not None:
+        if request_id in self.live:
             self.engine.abort(request_id)
             self.aborted.append(request_id)
+            del self.live[request_id]
 
     def _schedule(self) -> None:
         if self.runs and self.live and not self._is_scheduled:
