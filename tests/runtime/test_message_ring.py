@@ -69,7 +69,7 @@ def test_a_sleeping_reader_wakes_at_once() -> None:
         time.sleep(0.01)
         writer.write(str(time.perf_counter()).encode())
     thread.join(timeout=60)
-    assert sorted(seconds)[10] < 0.05  # a nap takes a second
+    assert sorted(seconds)[10] < 0.5  # a nap takes a second
 
 
 def test_waiting_ends_when_it_is_in_vain() -> None:
