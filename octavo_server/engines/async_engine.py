@@ -76,9 +76,7 @@ class AsyncEngine(RequestJournal):
         super().__init__()
         self.metrics = Metrics((config.server.served_model_name or config.model.model).partition(",")[0], config, rank)
         self.metrics.condition = self._condition
-        self.timelines = Timelines()
-        self.steps = StepLog()
-        self.kv_events = KVEventRing()
+        self.timelines, self.steps, self.kv_events = Timelines(), StepLog(), KVEventRing()
         self.failure: str | None = None
         """Why requests are rejected: ``PATIENCE`` consecutive engine starts failed. ``None`` otherwise."""
         self.adapters = AdapterTable(config.model)
@@ -113,7 +111,7 @@ class AsyncEngine(RequestJournal):
         """Generation of the engine process that has received weights, which are lost with it; 0: none has."""
         self.has_received = False
         """Whether tensors were received that ``take_weights`` would take."""
-        self.num_received = 0
+        self.num_received = self._num_groups = 0
         self._update_error = ""
         """Why the last update's weights could not be loaded."""
         self._holds_new = False
@@ -271,16 +269,21 @@ class AsyncEngine(RequestJournal):
                 raise InvalidParameter("weight_dir", f"These weights cannot be loaded: {self._update_error}")
 
     async def order_weights(self, order: JoinGroup | ReceiveTensors | DropTensors) -> None:
-        """Have the engine process receive weights, and wait until it has. Raises ``InvalidParameter``."""
+        """Have weights be received, and wait until they are, or another order leaves. Raises ``InvalidParameter``."""
+        self._num_groups += isinstance(order, JoinGroup) or order == DropTensors(leaves_group=True)
+        group = self._num_groups
         async with self._changing_weights:
+            self.has_received = False
             async with self._awake_weights() as link:
-                self.has_received = isinstance(order, ReceiveTensors)
                 error, is_busy = await link.order_weights(order)
             while is_busy and not error:
                 await asyncio.sleep(DRAIN_POLL_SECONDS)
                 error, is_busy = await link.order_weights(AskReceiver())
+                if is_busy and group != self._num_groups:
+                    error = "its group was left, or another one joined"
             if error:
                 raise InvalidParameter("update_info", error)
+            self.has_received = isinstance(order, ReceiveTensors)
 
     @contextlib.asynccontextmanager
     async def _awake_weights(self) -> AsyncIterator[EngineLink]:
@@ -312,10 +315,10 @@ class AsyncEngine(RequestJournal):
         As ``update_weights``, but the next engine process has the weights of the folder again.
         """
         async with self._changing_weights:
-            version = version or str(self.num_received + 1)
+            version, self.has_received = version or str(self.num_received + 1), False
             if error := await self._change_in_place(TakeWeights(), version, mode):
                 raise InvalidParameter("update_info", f"These weights cannot be taken: {error}")
-            self._holder, self.has_received = self._supervisor.generation, False
+            self._holder = self._supervisor.generation
             self.num_received += 1
             return version
 

@@ -6,8 +6,11 @@ import json
 import shutil
 import subprocess
 import sys
+import threading
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -15,10 +18,12 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch import Tensor
+from torch.distributed import distributed_c10d
 
 from octavo import LLM, SamplingParams
 from octavo.errors import CheckpointError
-from octavo.runtime.weight_group import packs
+from octavo.runtime.weight_group import WeightGroup, packs
 from octavo.types import AskReceiver, DropTensors, JoinGroup, ReceiveTensors, TakeWeights, WeightOrder
 from tests.llm.tiny import write_checkpoint
 from tests.models.adapter_files import make_adapter
@@ -305,7 +310,6 @@ def test_weights_that_a_trainer_broadcasts(folders: tuple[Path, Path]) -> None:
             with pytest.raises(CheckpointError, match="weights were not received"):
                 received(announced)
             assert said(llm) == before
-            engine.order_weights(DropTensors())
             trainer, port = start_trainer(folders[1], "cpu")  # a new one whose group has the same name
             received(JoinGroup("127.0.0.1", port, 1, 2, "gloo", "one"))
             received(announced)
@@ -315,6 +319,94 @@ def test_weights_that_a_trainer_broadcasts(folders: tuple[Path, Path]) -> None:
     finally:
         trainer.kill()
         trainer.wait()
+
+
+class Slow:
+    """A group of torch.distributed whose members come when ``may_come`` says so, and whose broadcasts end then."""
+
+    def __init__(self) -> None:
+        self.may_come, self.may_send = threading.Event(), threading.Event()
+        self.num_sent, self.is_ended = 0, False
+
+    def broadcast(self, tensors: list[Tensor], options: object) -> Any:
+        self.num_sent += 1
+        return SimpleNamespace(wait=lambda: self.may_send.wait(10))
+
+
+@pytest.fixture
+def groups(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Slow]]:
+    """The first and second group that are joined, by their ports 0 and 1."""
+    found, store = [Slow(), Slow()], SimpleNamespace(set_timeout=lambda timeout: None)
+
+    def make(size: int, rank: int, ranks: object, backend: object, group: Slow, **more: object) -> tuple[Slow, None]:
+        group.may_come.wait(10)
+        return group, None
+
+    def meet(url: str, *given: object, **more: object) -> Iterator[Any]:
+        store.number = int(url[-1])
+        yield SimpleNamespace(set_timeout=lambda timeout: None, number=int(url[-1])), 1, 2
+
+    monkeypatch.setattr(sys.modules["torch.distributed.rendezvous"], "rendezvous", meet)
+    monkeypatch.setattr(distributed_c10d, "PrefixStore", lambda name, store: found[store.number])
+    monkeypatch.setattr(distributed_c10d, "_new_process_group_helper", make)
+    monkeypatch.setattr(torch.distributed, "destroy_process_group", lambda group: setattr(group, "is_ended", True))
+    yield found
+    for group in found:
+        group.may_come.set()
+        group.may_send.set()
+
+
+ONE = ReceiveTensors(["a"], ["float32"], [(3,)])
+
+
+@pytest.mark.parametrize("leaves", [True, False])
+def test_a_group_whose_members_come_after_it_was_left_is_ended_and_has_no_effect(
+    leaves: bool, groups: list[Slow]
+) -> None:
+    first, second = groups
+    receiver = WeightGroup(torch.device("cpu"))
+    receiver.join(JoinGroup("", 0, 1, 2, "gloo"))
+    receiver.receive(ONE)
+    if leaves:
+        receiver.drop(leaves_group=True)
+        assert not receiver.is_busy
+    receiver.join(JoinGroup("", 1, 1, 2, "gloo"))
+    receiver.receive(ONE)
+    second.may_come.set()
+    wait_for(lambda: second.num_sent == 1)
+    first.may_come.set()
+    wait_for(lambda: first.is_ended)
+    second.may_send.set()
+    wait_for(lambda: not receiver.is_busy)
+    receiver.check()
+    assert len(receiver.files()) == 1
+    assert (first.num_sent, second.num_sent, second.is_ended) == (0, 1, False)
+
+
+def test_what_comes_after_it_was_dropped_is_no_part_of_the_next_update(groups: list[Slow]) -> None:
+    group = groups[0]
+    group.may_come.set()
+    receiver = WeightGroup(torch.device("cpu"))
+    receiver.join(JoinGroup("", 0, 1, 2, "gloo"))
+    receiver.receive(ONE)
+    wait_for(lambda: group.num_sent == 1)
+    receiver.drop(leaves_group=False)
+    group.may_send.set()
+    wait_for(lambda: not receiver.is_busy)
+    with pytest.raises(CheckpointError, match="no weights were received"):
+        receiver.files()
+    receiver.receive(ONE)
+    wait_for(lambda: not receiver.is_busy)
+    assert len(receiver.files()) == 1
+    with pytest.raises(CheckpointError, match="there is no memory for these tensors"):
+        receiver.receive(msgspec.structs.replace(ONE, shapes=[(2**40, 2**40)]))
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
 
 
 def start_trainer(folder: Path, device: str) -> tuple[subprocess.Popen[str], int]:

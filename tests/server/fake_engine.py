@@ -242,6 +242,11 @@ class FakeEngine(InstantEngine):
         match order:
             case JoinGroup(port=0):
                 raise errors.CheckpointError("nobody listens")
+            case JoinGroup(port=2):
+                self.num_received = 10**9
+                return True
+            case ReceiveTensors(names=["missing"]):
+                raise errors.CheckpointError("the trainer is gone")
             case ReceiveTensors():
                 self.num_received = 2
             case AskReceiver():

@@ -118,6 +118,42 @@ def test_weights_that_were_received_are_lost_with_the_process() -> None:
     asyncio.run(main())
 
 
+def test_who_waits_for_a_trainer_that_died_is_told_when_another_joins_or_leaves() -> None:
+    """Without that, it would be waited for, and everything behind it, until a group gives up."""
+
+    async def main() -> None:
+        async with running(**IN_PLACE) as engine:
+            for number, next_order in enumerate((JoinGroup("", 1, 1, 2, "gloo"), DropTensors(leaves_group=True))):
+                waiting = [asyncio.create_task(engine.order_weights(JoinGroup("", 2, 1, 2, "gloo")))]
+                waiting.append(asyncio.create_task(engine.order_weights(ReceiveTensors(["a"], ["float32"], [(1,)]))))
+                await asyncio.sleep(0.2)
+                assert not any(each.done() for each in waiting)
+                await asyncio.wait_for(engine.order_weights(next_order), 10)
+                with pytest.raises(InvalidParameter, match="its group was left, or another one joined"):
+                    await waiting[0]
+                await asyncio.gather(*waiting, return_exceptions=True)
+                assert not engine.has_received, number
+
+    asyncio.run(main())
+
+
+def test_an_engine_goes_on_after_its_trainer_died() -> None:
+    async def main() -> None:
+        async with running(**IN_PLACE) as engine:
+            await engine.order_weights(JoinGroup("127.0.0.1", 1, 1, 2, "gloo"))
+            await engine.pause("keep")
+            await engine.order_weights(ReceiveTensors(["a"], ["float32"], [(1,)]))
+            assert engine.has_received
+            with pytest.raises(InvalidParameter, match="the trainer is gone"):
+                await engine.order_weights(ReceiveTensors(["missing"], ["float32"], [(1,)]))
+            assert not engine.has_received, "a part of the weights is no update"
+            engine.resume()
+            await finish([stream := send(engine, max_tokens=5)])
+            assert_right([stream])
+
+    asyncio.run(main())
+
+
 def test_weights_whose_folder_was_deleted_are_lost_with_the_process(tmp_path: Path) -> None:
     """As trainers delete them once they are taken."""
 
