@@ -16,7 +16,7 @@ from octavo import __version__
 from octavo.cli.settings import add_settings, load_config
 from octavo.config import DEFAULT_MODEL, EngineConfig, cache_dir
 from octavo.errors import ConfigError, OctavoError
-from octavo.system.cpus import num_cpus
+from octavo.system.cpus import num_cpus, processor_name
 
 # ---- Requirements that ``octavo doctor --check`` compares with the machine, for scripts that decide whether to
 # start.
@@ -197,7 +197,7 @@ def _machine(config: EngineConfig) -> Iterator[str]:
     from octavo.system.cpus import num_hardware_threads, num_physical_cores
 
     cores, threads = num_physical_cores(), num_hardware_threads()
-    yield _row("processor", f"{_processor()}, {cores} cores with {threads} threads for this process")
+    yield _row("processor", f"{processor_name()}, {cores} cores with {threads} threads for this process")
     for name, value in backend_of(CPU).describe():
         yield _row(name, value)
     yield _row("free memory", _size(free_memory(torch.device("cpu"), 1.0)))
@@ -259,15 +259,6 @@ def _default_model_file(config: EngineConfig) -> Path:
 
     folder = config.model.download_dir
     return (Path(folder).expanduser() if folder else models_dir()) / SMOLLM2_135M.file_name
-
-
-def _processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor() or platform.machine()
-    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(names, platform.machine())
 
 
 def _size(num_bytes: float) -> str:

@@ -1,15 +1,26 @@
-"""How many CPUs there are for this process, and threads for a forward pass on them."""
+"""What CPUs there are for this process, and threads for a forward pass on them."""
 
 from __future__ import annotations
 
 import contextlib
 import math
 import os
+import platform
 from pathlib import Path
 
 TOPOLOGY = Path("/sys/devices/system/cpu")
 EFFICIENCY_CORES = Path("/sys/devices/cpu_atom/cpus")
 CONTROL_GROUPS = Path("/sys/fs/cgroup")
+
+
+def processor_name() -> str:
+    """The processor's model, or its architecture where the system does not say more."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.machine())
 
 
 def num_cpus() -> int:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from octavo import __version__
+from octavo.system.cpus import processor_name
 from octavo_bench.records.figure_table import Better
 from octavo_bench.records.gpu_watch import gpus
 
@@ -26,7 +27,7 @@ PACKAGES = ("torch", "triton", "numba", "numpy", "tokenizers", "uvicorn", "msgsp
 def machine() -> dict[str, Any]:
     """Processor, cores this process may use, load, and the versions that matter."""
     return {
-        "processor": _processor(),
+        "processor": processor_name(),
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "load_average": [round(x, 2) for x in os.getloadavg()],
         "system": f"{platform.system()} {platform.machine()}",
@@ -38,15 +39,6 @@ def machine() -> dict[str, Any]:
 
 def _portable(argument: str) -> str:
     return "/".join(Path(argument).parts[1:][-3:]) if Path(argument).is_absolute() else argument
-
-
-def _processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor()
-    found = next((line for line in lines if line.startswith("model name")), None)
-    return found.partition(":")[2].strip() if found else platform.processor()
 
 
 def _version(package: str) -> str:

@@ -17,9 +17,7 @@ import numpy.typing as npt
 
 from octavo.errors import CheckpointError
 from octavo.weights.gguf import codebook_blocks
-
-Bytes = npt.NDArray[np.uint8]
-Floats = npt.NDArray[np.float32]
+from octavo.weights.gguf.codebook_blocks import Bytes, Floats, half
 
 VALUES_AT_ONCE = 1 << 20
 """Number of values dequantised at a time, which bounds temporary memory."""
@@ -150,7 +148,11 @@ def dequantize(tensor: BlockTensor) -> Floats:
 
 def _widen(tensor: BlockTensor, out: Floats) -> None:
     if tensor.kind in _FLOATS:
-        _FLOATS[tensor.kind](_as_blocks(tensor), out.reshape(-1, 1))
+        values = _as_blocks(tensor).view(_FLOATS[tensor.kind]).reshape(out.shape)
+        if tensor.kind == "BF16":
+            out.view(np.uint32)[:] = values.astype(np.uint32) << 16
+        else:
+            out[:] = values
         return
     numbers, zero_point, scales, minima, _ = split_groups(tensor)
     groups = out.reshape(*scales.shape, -1)
@@ -165,32 +167,13 @@ def _as_blocks(tensor: BlockTensor) -> Bytes:
     return np.ascontiguousarray(tensor.data).reshape(-1, BLOCK_KINDS[tensor.kind].num_bytes)
 
 
-# Unquantised formats: each function converts blocks [n, num_bytes] into out [n, 1].
-
-
-def _float32(blocks: Bytes, out: Floats) -> None:
-    out[:] = blocks.view(np.float32)
-
-
-def _float16(blocks: Bytes, out: Floats) -> None:
-    out[:] = blocks.view(np.float16)
-
-
-def _bfloat16(blocks: Bytes, out: Floats) -> None:
-    out.view(np.uint32)[:] = blocks.view(np.uint16).astype(np.uint32) << 16
-
-
-_FLOATS: dict[str, Callable[[Bytes, Floats], None]] = {"F32": _float32, "F16": _float16, "BF16": _bfloat16}
+_FLOATS = {"F32": np.float32, "F16": np.float16, "BF16": np.uint16}
+"""How the values of unquantised formats are read; those of BF16 are the high halves of float32."""
 
 
 # Quantised formats: blocks [n, num_bytes] -> numbers [n, length], scales [n, groups], minima [n, groups] or None.
 
 _Parts = tuple[Bytes, Floats, Floats | None]
-
-
-def _half(blocks: Bytes, at: int) -> Floats:
-    """The float16 at byte ``at`` of each block, as float32 [n, 1]."""
-    return np.ascontiguousarray(blocks[:, at : at + 2]).view(np.float16).astype(np.float32)
 
 
 def _nibbles(packed: Bytes) -> Bytes:
@@ -204,23 +187,23 @@ def _fifth_bits(packed: Bytes) -> Bytes:
 
 
 def _q4_0(blocks: Bytes) -> _Parts:
-    return _nibbles(blocks[:, 2:]), _half(blocks, 0), None
+    return _nibbles(blocks[:, 2:]), half(blocks, 0), None
 
 
 def _q4_1(blocks: Bytes) -> _Parts:
-    return _nibbles(blocks[:, 4:]), _half(blocks, 0), _half(blocks, 2)
+    return _nibbles(blocks[:, 4:]), half(blocks, 0), half(blocks, 2)
 
 
 def _q5_0(blocks: Bytes) -> _Parts:
-    return _nibbles(blocks[:, 6:]) | _fifth_bits(blocks[:, 2:6]), _half(blocks, 0), None
+    return _nibbles(blocks[:, 6:]) | _fifth_bits(blocks[:, 2:6]), half(blocks, 0), None
 
 
 def _q5_1(blocks: Bytes) -> _Parts:
-    return _nibbles(blocks[:, 8:]) | _fifth_bits(blocks[:, 4:8]), _half(blocks, 0), _half(blocks, 2)
+    return _nibbles(blocks[:, 8:]) | _fifth_bits(blocks[:, 4:8]), half(blocks, 0), half(blocks, 2)
 
 
 def _q8_0(blocks: Bytes) -> _Parts:
-    return blocks[:, 2:] ^ np.uint8(128), _half(blocks, 0), None  # from int8 to uint8 with offset 128
+    return blocks[:, 2:] ^ np.uint8(128), half(blocks, 0), None  # from int8 to uint8 with offset 128
 
 
 def _scales_and_minima(blocks: Bytes) -> tuple[Floats, Floats]:
@@ -232,7 +215,7 @@ def _scales_and_minima(blocks: Bytes) -> tuple[Floats, Floats]:
     low, middle, last = blocks[:, 4:8], blocks[:, 8:12], blocks[:, 12:16]
     scales = np.concatenate([low & 63, (last & 15) | (low >> 6 << 4)], axis=1)
     minima = np.concatenate([middle & 63, (last >> 4) | (middle >> 6 << 4)], axis=1)
-    return _half(blocks, 0) * scales, -(_half(blocks, 2) * minima)
+    return half(blocks, 0) * scales, -(half(blocks, 2) * minima)
 
 
 def _nibble_groups(packed: Bytes) -> Bytes:
@@ -257,7 +240,7 @@ def _q6_k(blocks: Bytes) -> _Parts:
     # Each half of a block is four runs of 32: the low nibbles of its two byte runs, then the high ones.
     nibbles = np.concatenate([low & 15, low >> 4], axis=2)
     top_bits = high >> np.array([0, 2, 4, 6], dtype=np.uint8)[:, None] & np.uint8(3)
-    return nibbles | top_bits << np.uint8(4), _half(blocks, 208) * blocks[:, 192:208].view(np.int8), None
+    return nibbles | top_bits << np.uint8(4), half(blocks, 208) * blocks[:, 192:208].view(np.int8), None
 
 
 def _two_bits(packed: Bytes) -> Bytes:
@@ -268,7 +251,7 @@ def _two_bits(packed: Bytes) -> Bytes:
 
 def _q2_k(blocks: Bytes) -> _Parts:
     scales, minima = blocks[:, :16] & 15, blocks[:, :16] >> 4
-    return _two_bits(blocks[:, 16:80]), _half(blocks, 80) * scales, -(_half(blocks, 82) * minima)
+    return _two_bits(blocks[:, 16:80]), half(blocks, 80) * scales, -(half(blocks, 82) * minima)
 
 
 def _q3_k(blocks: Bytes) -> _Parts:
@@ -278,7 +261,7 @@ def _q3_k(blocks: Bytes) -> _Parts:
     low, high = blocks[:, 96:104], blocks[:, None, 104:108]
     top = (high >> np.array([0, 2, 4, 6], dtype=np.uint8)[:, None] & np.uint8(3)).reshape(-1, 16)
     multiples = (np.concatenate([low & 15, low >> 4], axis=1) | top << np.uint8(4)).astype(np.float32) - 32
-    return _two_bits(blocks[:, 32:96]) | third << np.uint8(2), _half(blocks, 108) * multiples, None
+    return _two_bits(blocks[:, 32:96]) | third << np.uint8(2), half(blocks, 108) * multiples, None
 
 
 _FP4_DOUBLED = np.array([0, 1, 2, 3, 4, 6, 8, 12], dtype=np.uint8)

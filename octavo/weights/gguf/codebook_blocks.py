@@ -37,7 +37,7 @@ def codebook(name: str) -> Signed:
     return found
 
 
-def _half(blocks: Bytes, at: int) -> Floats:
+def half(blocks: Bytes, at: int) -> Floats:
     """The float16 at byte ``at`` of each block, as float32 [n, 1]."""
     return np.ascontiguousarray(blocks[:, at : at + 2]).view(np.float16).astype(np.float32)
 
@@ -75,14 +75,14 @@ def _signed(name: str, codes: npt.NDArray[np.integer], signs: Signed, scales: Fl
 def iq2_xxs(blocks: Bytes) -> Parts:
     words = _words(blocks, 2, 66, "<u4").reshape(len(blocks), 8, 2)
     codes = np.ascontiguousarray(words[:, :, 0]).view(np.uint8)
-    scales = _half(blocks, 0) * ((words[:, :, 1] >> 28).astype(np.float32) + np.float32(0.5)) * np.float32(0.25)
+    scales = half(blocks, 0) * ((words[:, :, 1] >> 28).astype(np.float32) + np.float32(0.5)) * np.float32(0.25)
     return _signed("iq2_xxs", codes, _even_signs(_bits(words[:, :, 1], range(0, 28, 7), 7)), scales)
 
 
 def _nibble_scales(blocks: Bytes, begin: int, end: int) -> Floats:
     """The scales of groups of 16: half a step more than a nibble of each, times a fourth of the block's factor."""
     nibbles = _bits(blocks[:, begin:end], range(0, 8, 4), 4).reshape(len(blocks), -1).astype(np.float32)
-    return _half(blocks, 0) * (nibbles + np.float32(0.5)) * np.float32(0.25)
+    return half(blocks, 0) * (nibbles + np.float32(0.5)) * np.float32(0.25)
 
 
 def iq2_xs(blocks: Bytes) -> Parts:
@@ -98,14 +98,14 @@ def iq2_s(blocks: Bytes) -> Parts:
 
 def iq3_xxs(blocks: Bytes) -> Parts:
     words = _words(blocks, 66, 98, "<u4")
-    scales = _half(blocks, 0) * ((words >> 28).astype(np.float32) + np.float32(0.5)) * np.float32(0.5)
+    scales = half(blocks, 0) * ((words >> 28).astype(np.float32) + np.float32(0.5)) * np.float32(0.5)
     return _signed("iq3_xxs", blocks[:, 2:66], _even_signs(_bits(words, range(0, 28, 7), 7)), scales)
 
 
 def iq3_s(blocks: Bytes) -> Parts:
     high = np.unpackbits(blocks[:, 66:74], axis=1, bitorder="little").astype(np.uint16)
     nibbles = _bits(blocks[:, 106:110], range(0, 8, 4), 4).reshape(len(blocks), -1).astype(np.float32)
-    scales = _half(blocks, 0) * (1 + 2 * nibbles)
+    scales = half(blocks, 0) * (1 + 2 * nibbles)
     return _signed("iq3_s", blocks[:, 2:66] | high << np.uint16(8), _signs(blocks[:, 74:106]), scales)
 
 
@@ -118,7 +118,7 @@ def _shifted(codes: npt.NDArray[np.integer], is_down: npt.NDArray[np.bool_], sca
 def iq1_s(blocks: Bytes) -> Parts:
     high = _words(blocks, 34, 50, "<u2")
     codes = blocks[:, 2:34] | (_bits(high, range(0, 12, 3), 3).reshape(len(blocks), -1) << 8)
-    scales = _half(blocks, 0) * (2 * (high >> 12 & 7) + 1).astype(np.float32)
+    scales = half(blocks, 0) * (2 * (high >> 12 & 7) + 1).astype(np.float32)
     return _shifted(codes, np.repeat(high >= 1 << 15, 4, axis=1), scales.astype(np.float32))
 
 
@@ -141,13 +141,13 @@ def _levels(packed: Bytes, levels: Signed, half: int, zero_point: int) -> Bytes:
 
 
 def iq4_nl(blocks: Bytes) -> Parts:
-    return _levels(blocks[:, 2:], FOUR_BIT_LEVELS, 16, ZERO_POINTS["IQ4_NL"]), _half(blocks, 0), None
+    return _levels(blocks[:, 2:], FOUR_BIT_LEVELS, 16, ZERO_POINTS["IQ4_NL"]), half(blocks, 0), None
 
 
 def iq4_xs(blocks: Bytes) -> Parts:
     low = _bits(blocks[:, 4:8], range(0, 8, 4), 4).reshape(len(blocks), -1)
     high = _bits(_words(blocks, 2, 4, "<u2")[:, 0], range(0, 16, 2), 2).astype(np.uint8)
-    scales = _half(blocks, 0) * ((low | high << np.uint8(4)).astype(np.float32) - 32)
+    scales = half(blocks, 0) * ((low | high << np.uint8(4)).astype(np.float32) - 32)
     return _levels(blocks[:, 8:], FOUR_BIT_LEVELS, 16, ZERO_POINTS["IQ4_XS"]), scales, None
 
 
@@ -159,12 +159,12 @@ def tq1_0(blocks: Bytes) -> Parts:
         powers = np.array([3**i for i in range(count)], dtype=np.uint8)[:, None]
         shifted = blocks[:, None, begin:end] * powers  # the digits before it overflow
         digits.append((shifted.astype(np.uint16) * 3 >> 8).astype(np.uint8).reshape(len(blocks), -1))
-    return np.concatenate(digits, axis=1), np.repeat(_half(blocks, 52), 256 // GROUP, axis=1), None
+    return np.concatenate(digits, axis=1), np.repeat(half(blocks, 52), 256 // GROUP, axis=1), None
 
 
 def tq2_0(blocks: Bytes) -> Parts:
     digits = _bits(blocks[:, :64].reshape(-1, 2, 32), range(0, 8, 2), 2).transpose(0, 1, 3, 2).astype(np.uint8)
-    return digits.reshape(len(blocks), -1), np.repeat(_half(blocks, 64), 256 // GROUP, axis=1), None
+    return digits.reshape(len(blocks), -1), np.repeat(half(blocks, 64), 256 // GROUP, axis=1), None
 
 
 def nvfp4(blocks: Bytes) -> Parts:
