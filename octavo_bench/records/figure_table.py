@@ -28,10 +28,9 @@ TABLE: Mapping[tuple[str, Better], str] = {
     ("tokens/s", "more"): """
         output_tok_s total_tok_s prefill_tok_s decode_tok_s served_tok_s in_process_tok_s plain_tok_s drafts_tok_s tok_s
         cached_tok_s recomputed_tok_s tokens_per_second output_tokens_per_second total_tokens_per_second
-        quiet_tokens_per_second all_tokens_per_second token_throughput_tps first_10_s_output_tok_s later_output_tok_s
-        throughput_tok_s batch_tok_s continuous_tok_s pressure_tok_s http_tok_s""",
-    ("requests/s", "more"): """
-        requests_s requests_per_second request_throughput_rps goodput_requests_s goodput_per_second""",
+        quiet_tokens_per_second all_tokens_per_second first_10_s_output_tok_s later_output_tok_s throughput_tok_s
+        batch_tok_s continuous_tok_s pressure_tok_s http_tok_s""",
+    ("requests/s", "more"): "requests_s requests_per_second goodput_requests_s goodput_per_second",
     ("TB/s", "more"): "read_tb_s tb_s",
     ("GB/s", "more"): "link_gb_s gb_s",
     ("MB/s", "more"): "mb_per_s",
@@ -45,14 +44,13 @@ TABLE: Mapping[tuple[str, Better], str] = {
         same_top_token same_tokens passed goodput_share good_share prefix_hit_rate vocabulary_coverage of_read
         of_matmul of_floor held_agreement cosine needle_share""",
     ("tokens", "more"): "context_tokens longest_context prefix_hits",
-    ("requests", "more"): "right completed completed_requests",
+    ("requests", "more"): "right completed",
     ("figures", "more"): "within within_predicted within_replayed",
     ("faults", "more"): "caught",
     ("ms", "less"): """
         ttft_ms itl_ms tpot_ms e2el_ms step_ms least_ms quiet_ttft_ms cached_ms recomputed_ms latency_ms http_latency_ms
-        elapsed_ms step_duration_ms avg_step_duration_ms gap_ms profiled_step_ms
-        first_10_s_itl_ms minute_itl_ms later_itl_ms ttft_first_ms alone_ms with_a_prompt_to_rows_ms
-        prompt_of_1024_beside_62_by_most_rows_ms""",
+        gap_ms profiled_step_ms first_10_s_itl_ms minute_itl_ms later_itl_ms ttft_first_ms alone_ms
+        with_a_prompt_to_rows_ms prompt_of_1024_beside_62_by_most_rows_ms""",
     ("s", "less"): """
         ttft itl tpot e2el latency_s ready_s ready_after_s first_answer_s slowest_answer_s median_s answer_asleep
         answer_awake fall_asleep recovery_s finish_s cpu_s octavo_processor_seconds original_processor_seconds""",
@@ -63,28 +61,22 @@ TABLE: Mapping[tuple[str, Better], str] = {
         torch_two_shot octavo_small octavo_one_shot octavo_two_shot""",
     ("mJ", "less"): "mj mj_a_layer mj_per_token",
     ("%", "less"): "empty_slots_percent idle_percent idle_inside_percent idle_between_percent",
-    ("share", "less"): """
-        avg_internal_fragmentation_ratio peak_internal_fragmentation_ratio avg_external_fragmentation_ratio
-        peak_external_fragmentation_ratio front_cpu_share median_error_of_fit""",
+    ("share", "less"): "front_cpu_share median_error_of_fit",
     ("times", "less"): "times_slower gap_to_alone times_floor",
     ("MiB", "less"): "peak_memory_mib front_mib engine_mib mib_per_100000 mib_first mib_last mib_most",
     ("GiB", "less"): "most_reserved_gib most_resident_gib",
     ("bytes", "less"): "peak_memory_bytes weights_bytes most_bytes",
-    (
-        "",
-        "less",
-    ): """
+    ("", "less"): """
         perplexity kl largest_kl needle_nats error difference state_difference
         largest_difference_of_sampling_and_scoring""",
     ("each token", "less"): "events_per_token",
     ("each step", "less"): "kernels_per_step",
     ("requests", "less"): "failed failed_requests refused preemptions num_preemptions counts",
-    ("steps", "less"): "num_steps step_count",
+    ("steps", "less"): "num_steps",
     ("device hours", "less"): "device_hours device_hours_per_million_output_tokens",
     ("price", "less"): "cost_per_million_output_tokens",
     ("blocks", "neither"): "most_used_blocks",
-    ("sequences", "neither"): "avg_batch_size max_batch_size_seen",
-    ("share", "neither"): "avg_memory_utilization peak_memory_utilization busy_share",
+    ("share", "neither"): "busy_share",
     ("requests/s", "neither"): "first_failed_requests_s",
     ("GiB", "neither"): "gib budget_gib all_models_gib",
     ("MiB", "neither"): "paged_mib whole_mib",
@@ -97,11 +89,9 @@ a row of its own here, however alike the names are."""
 
 _COUNTS = """
     prompt_tokens output_tokens num_tokens tokens num_speculations num_drafts num_accepted_drafts
-    num_copied_tokens submitted_requests total_generated_tokens total_prefill_tokens total_decode_tokens
-    judged backlog bytes flops written_bytes read_bytes ended unfinished switches figures steps steps_timed
-    num_parameters num_texts inputs coverage breakages tried findings server_starts seconds duration_s
-    generation_seconds devices requests blocks scored_tokens answers
-    cached_tokens bad_files
+    num_copied_tokens judged backlog bytes flops written_bytes read_bytes ended unfinished switches figures steps
+    steps_timed num_parameters num_texts inputs coverage breakages tried findings server_starts seconds duration_s
+    generation_seconds devices requests blocks scored_tokens answers cached_tokens bad_files
 """
 COUNTS = frozenset(_COUNTS.split())
 """Numbers that tables show; they are not drawn, and of no gate."""
@@ -120,7 +110,7 @@ CASES = frozenset(_CASES.split())
 
 STATISTIC = re.compile(r"_(?:mean|median|p\d+(?:\.\d+)?|min|max)(?=_|$)|^(?:mean|p\d+)_")
 UNIT_ENDING = re.compile(
-    r"(?:^|_)(?:tok_s|requests_s|[tg]flop_s|tb_s|gb_s|mb_per_s|(?:(?:tokens|requests)_)?per_second|tps|rps|ms|us|s|percent"
+    r"(?:^|_)(?:tok_s|requests_s|[tg]flop_s|tb_s|gb_s|mb_per_s|(?:(?:tokens|requests)_)?per_second|ms|us|s|percent"
     r"|mib|gib|bytes|mj|microseconds)$"
 )
 ACRONYMS = {"ttft": "TTFT", "itl": "ITL", "tpot": "TPOT", "e2el": "E2EL", "mfu": "MFU", "kl": "KL", "cpu": "CPU"}

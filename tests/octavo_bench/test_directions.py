@@ -18,22 +18,21 @@ RESULTS = Path(__file__).parents[2] / "benchmarks/results"
 _MORE = """
     output_tok_s total_tok_s prefill_tok_s decode_tok_s served_tok_s in_process_tok_s plain_tok_s drafts_tok_s
     tok_s cached_tok_s recomputed_tok_s tokens_per_second output_tokens_per_second total_tokens_per_second
-    quiet_tokens_per_second all_tokens_per_second token_throughput_tps first_10_s_output_tok_s
+    quiet_tokens_per_second all_tokens_per_second first_10_s_output_tok_s
     later_output_tok_s throughput_tok_s batch_tok_s continuous_tok_s pressure_tok_s http_tok_s requests_s
-    requests_per_second request_throughput_rps goodput_requests_s goodput_per_second read_tb_s tb_s link_gb_s gb_s
+    requests_per_second goodput_requests_s goodput_per_second read_tb_s tb_s link_gb_s gb_s
     mb_per_s matmul_tflop_s fp8_tflop_s int8_tflop_s gflop_s prefill_gflop_s decode_gflop_s mfu_percent
     prefill_mfu_percent decode_mfu_percent cached_percent ratio times_better times_less speedup
     tokens_per_speculation memory_ratio ratio_of_first_10_s same_top_token
     same_tokens passed goodput_share good_share prefix_hit_rate
     vocabulary_coverage of_read of_matmul of_floor held_agreement context_tokens longest_context
-    prefix_hits right completed completed_requests within within_predicted within_replayed caught cosine
+    prefix_hits right completed within within_predicted within_replayed caught cosine
     needle_share after_result_percent after_several_percent after_question_percent second_helper_percent
 """
 BETTER_WITH_MORE = _MORE.split()
 """Written by hand once more: all other figures are times, memory, distances, failures and what is counted of work."""
 _NEITHER = """
-    most_used_blocks avg_batch_size max_batch_size_seen avg_memory_utilization peak_memory_utilization
-    busy_share first_failed_requests_s gib budget_gib all_models_gib paged_mib whole_mib
+    most_used_blocks busy_share first_failed_requests_s gib budget_gib all_models_gib paged_mib whole_mib
     floor_microseconds watts mhz
 """
 NEITHER = _NEITHER.split()
@@ -46,7 +45,7 @@ def direction(name: str) -> Better:
 def test_the_table_is_what_a_second_hand_writes() -> None:
     assert {name: found.better for name, found in MEANINGS.items()} == {name: direction(name) for name in MEANINGS}
     assert {*BETTER_WITH_MORE, *NEITHER} <= MEANINGS.keys()
-    assert [meaning(name).better for name in ("p99_step_duration_ms", "ttft_p99.9_ms", "http tok/s")] == [
+    assert [meaning(name).better for name in ("p99_latency_ms", "ttft_p99.9_ms", "http tok/s")] == [
         "less",
         "less",
         "more",
