@@ -105,7 +105,7 @@ def with_experts(keys: ConfigKeys, config: Config, scoring: str, **names: Any) -
         expert_size=expert_size,
         normalises=keys.flag("norm_topk_prob", not is_v2),
         is_sparse=read_dense_first(keys, config.num_layers, first),
-        shared_size=expert_size * keys.size("n_shared_experts", 2 if is_v2 else 1),
+        shared_size=expert_size * keys.size("n_shared_experts", 2 if is_v2 else 1, low=0),
     )
     scale, groups = keys.number("routed_scaling_factor", 1.0 if is_v2 else 2.5), _groups(keys, moe, scoring)
     routing = Routing(moe.num_chosen, moe.normalises, "softmax" if is_v2 else "sigmoid", scale, groups)

@@ -353,7 +353,10 @@ def _ropes(keys: ConfigKeys, head_dim: int) -> tuple[int, list[dict[str, Any]]]:
     found = [{key: value for key, value in given[name].items() if value is not None} for name in ("main", "compress")]
     for own in found:
         own.pop("partial_rotary_factor", None)
-        if own.get("rope_type", own.get("type")) == "yarn":
+        kind = own.get("rope_type", own.get("type"))
+        if kind in ("dynamic", "longrope"):
+            raise wrong("rope_type", kind, "one of default, linear, llama3, yarn, as entries stay in the cache")
+        if kind == "yarn":
             own.setdefault("attention_factor", 1.0)
     return width, found
 

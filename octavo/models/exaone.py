@@ -50,7 +50,7 @@ class ExaoneMoeForCausalLM(Decoder):
             expert_size=expert_size,
             normalises=keys.flag("norm_topk_prob", True),
             is_sparse=read_dense_first(keys, config.num_layers, first),
-            shared_size=expert_size * keys.size("num_shared_experts", 1),
+            shared_size=expert_size * keys.size("num_shared_experts", 1, low=0),
         )
         routing = read_sigmoid_routing(keys, moe, scale=2.5)
         part = ExpertsPart(moe=moe, routing=routing, correction="mlp.e_score_correction_bias")

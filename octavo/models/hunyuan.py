@@ -101,6 +101,7 @@ class HYV3ForCausalLM(Decoder):
             correction="mlp.expert_bias",
             shared=SHARED,
             shared_down="mlp.shared_mlp.down_proj",
+            shared_has_bias=keys.flag("mlp_bias"),
         )
         config = config.with_experts(part)
         return config.with_attention(head_norm=HeadNorm())

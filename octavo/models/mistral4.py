@@ -32,7 +32,7 @@ class Mistral4ForCausalLM(DeepseekV2ForCausalLM):
             expert_size=expert_size,
             normalises=keys.flag("norm_topk_prob", True),
             is_sparse=read_dense_first(keys, config.num_layers, keys.size("first_k_dense_replace", 0, low=0)),
-            shared_size=expert_size * keys.size("n_shared_experts", 1),
+            shared_size=expert_size * keys.size("n_shared_experts", 1, low=0),
         )
         routing = Routing(moe.num_chosen, moe.normalises, scale=keys.number("routed_scaling_factor", 1.0))
         part = ExpertsPart(moe=moe, routing=routing, stacked=("gate_up_proj", "down_proj"))

@@ -213,7 +213,7 @@ def _experts(keys: ConfigKeys, config: DecoderConfig, kinds: tuple[str, ...]) ->
         expert_size=keys.size("moe_intermediate_size", 7688),
         normalises=keys.flag("norm_topk_prob", True),
         is_sparse=tuple(kind == SPARSE for kind in kinds),
-        shared_size=keys.size("moe_shared_expert_intermediate_size", 7688) * keys.size("n_shared_experts", 1),
+        shared_size=keys.size("moe_shared_expert_intermediate_size", 7688),
     )
     groups, scale = (keys.size("n_group", 1), keys.size("topk_group", 1)), keys.number("routed_scaling_factor", 1.0)
     return ExpertsPart(moe=moe, routing=Routing(moe.num_chosen, moe.normalises, "sigmoid", scale, groups))

@@ -230,7 +230,7 @@ class ZayaForCausalLM(Decoder):
             eps=1e-5,
             head_dim=128,
             ffn_size=size,
-            rotary=0.5,
+            rotary=1.0,
             rope=full,
             windows=(types, window),
             has_bias=False,
@@ -244,7 +244,7 @@ class ZayaForCausalLM(Decoder):
             raise wrong("cca_time0", first, "such that it and cca_time1 make 3 at least")
         state = (conv_state(first + second - 1, second * (N + K) * H + K * H, 0),)
         caches = [LayerCacheSpec(K, H, part.attention.window, state=state) for part in config.layers]
-        config = with_local_rope(config.with_caches(caches), local, types, max_len, rotary=0.5)
+        config = with_local_rope(config.with_caches(caches), local, types, max_len, rotary=1.0)
         return dataclasses.replace(config, has_head_bias=keys.flag("lm_head_bias")).extended(
             ZayaConfig, moe=moe, router_size=keys.size("router_hidden_size", 256), widths=(first, second)
         )
@@ -270,4 +270,5 @@ def _ropes(keys: ConfigKeys) -> list[dict[str, Any]]:
     for kind, part in both.items() if isinstance(both, Mapping) else (("", both),):
         if kind not in KINDS or not isinstance(part, Mapping):
             raise wrong(f"rope_parameters.{kind}".rstrip("."), part, f"an object, under {' or '.join(KINDS)}")
-    return [{"rope_theta": THETA[kind], **both.get(kind, {})} for kind in KINDS]
+    share = 1.0 if both else 0.5
+    return [{"rope_theta": THETA[kind], "partial_rotary_factor": share, **both.get(kind, {})} for kind in KINDS]

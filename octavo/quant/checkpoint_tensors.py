@@ -208,11 +208,12 @@ class Tensors:
                 self._used.add(name)
 
     def finish(self) -> None:
-        """Refuse a checkpoint with unread tensors."""
+        """Refuse a checkpoint with unread tensors, unless they are empty, as of shared experts that are none."""
         if self._source.is_dummy:
             return
         self._leave_out_cache_scales()
-        unexpected = sorted(name for name in self.names - self._used if not HARMLESS.search(name))
+        others = [name for name in self.names - self._used if not HARMLESS.search(name)]
+        unexpected = sorted(name for name in others if 0 not in self._source.describe(name)[1])
         if unexpected:
             shown = "; ".join(self._found(name) for name in unexpected[:5]) + ("; ..." if len(unexpected) > 5 else "")
             raise CheckpointError(f"{len(unexpected)} tensors that this architecture does not have: {shown}")

@@ -147,7 +147,7 @@ ROWS: dict[str, tuple[str, dict[str, Any]]] = {
         {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 500.0, "alpha": 50.0, "factor": 1.0}, "head_dim": 8},
     ),
     "hunyuan_v1_moe/shared": ("hunyuan_v1_moe", {"num_experts": 5, "moe_topk": 2, "head_dim": 8}),
-    "hy_v3/shared": ("hy_v3", {**EXPERTS, "head_dim": 16}),
+    "hy_v3/shared": ("hy_v3", {**EXPERTS, "head_dim": 16, "mlp_bias": True}),
     "kolibri1/windows": (
         "kolibri1",
         {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "head_dim": 16, "sliding_window": 9}

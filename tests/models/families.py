@@ -331,6 +331,7 @@ ROWS: dict[str, tuple[str, dict[str, Any]]] = {
             **NEMOTRON,
             "layers_block_type": ["full_attention", "linear_attention", "moe"],
             "moe_latent_size": 16,
+            "n_shared_experts": 2,
             "n_group": 2,
             "topk_group": 1,
             "routed_scaling_factor": 1.7,
@@ -496,6 +497,7 @@ ROWS: dict[str, tuple[str, dict[str, Any]]] = {
             **DEEPSEEK,
             **rope("yarn", factor=4.0, original_max_position_embeddings=100, mscale=1.0, mscale_all_dim=1.0),
             "rope_interleave": False,
+            "n_shared_experts": 0,
             "n_group": 1,
             "topk_group": 1,
             "norm_topk_prob": False,
@@ -507,7 +509,10 @@ ROWS: dict[str, tuple[str, dict[str, Any]]] = {
         {**ZAYA, "num_hidden_layers": 3, "layer_types": ["hybrid", "hybrid_sliding", "hybrid"], "sliding_window": 9}
         | {"cca_time0": 3, "cca_time1": 3, "lm_head_bias": True, "tie_word_embeddings": False},
     ),
-    "zaya/one_kv_head": ("zaya", {**ZAYA, "num_key_value_heads": 1}),
+    "zaya/one_kv_head": (
+        "zaya",
+        {**ZAYA, "num_key_value_heads": 1, "rope_parameters": {"hybrid": {"rope_theta": 500.0}}},
+    ),
     "deepseek_v32/groups": ("deepseek_v32", {**INDEXED, "n_group": 4, "topk_group": 2}),
     "deepseek_v32/yarn": (
         "deepseek_v32",

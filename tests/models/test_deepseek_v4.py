@@ -175,6 +175,7 @@ def test_keys_of_older_names() -> None:
         ({"qk_rope_head_dim": 63}, "qk_rope_head_dim is 63; it must be an even number"),
         ({"scoring_func": "relu"}, "scoring_func is 'relu'; it must be one of sqrtsoftplus, sigmoid, softmax"),
         ({"attention_bias": True}, "attention_bias is True"),
+        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_type is .dynamic.; it must be one of default"),
     ],
 )
 def test_wrong_keys(changes: dict[str, Any], message: str) -> None:
