@@ -7,7 +7,6 @@ import os
 import random
 import string
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ import numpy as np
 from octavo.config import EngineConfig, to_flat
 from octavo.llm.llm import LLM
 from octavo.system.cpus import default_num_threads
+from octavo.text.embedding_vectors import cosine
 from octavo.weights.hub import resolve_model
 from octavo_bench.records.report import beside
 from octavo_bench.serving.peer_process import OFFLINE, SCRIPTS, PeerProcess
@@ -67,7 +67,7 @@ def compare(llm: LLM, peer: PeerProcess, count: int, rounds: int) -> dict[str, A
     texts = random_texts(count)
     pairs = [(_run(llm, texts), peer.run({"texts": texts})) for _ in range(rounds + 1)]
     ours, theirs = (answer["first"] for answer in pairs[0])
-    row: dict[str, Any] = {"num_texts": count, "cosine": round(_cosine(ours, theirs), 6)}
+    row: dict[str, Any] = {"num_texts": count, "cosine": round(cosine(np.asarray(ours), np.asarray(theirs)), 6)}
     return row | {figure: beside([(a[figure], b[figure]) for a, b in pairs[1:]], 3, "less") for figure in FIGURES}
 
 
@@ -76,7 +76,3 @@ def _run(llm: LLM, texts: list[str]) -> dict[str, Any]:
     outputs = llm.embed(texts)
     times = {"finish_s": time.perf_counter() - start, "cpu_s": time.process_time() - cpu}
     return {**times, "first": outputs[0].outputs.embedding}
-
-
-def _cosine(x: Sequence[float], y: Sequence[float]) -> float:
-    return float(np.dot(x, y) / np.sqrt(np.dot(x, x) * np.dot(y, y)))

@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from octavo_bench.reference.filling import filled
+from octavo_bench.reference.filling import filled, table
 from octavo_server.app import PARTS
 from octavo_server.http.endpoint import Endpoint, openapi_document
 
@@ -21,31 +21,25 @@ def page() -> str:
 def _lines() -> Iterator[str]:
     endpoints = [endpoint for part in PARTS for endpoint in part.ENDPOINTS]
     schemas = openapi_document(endpoints, "")["components"]["schemas"]
-    yield from ("", "## All endpoints", "", "| method | path | what it does | body |", "|---|---|---|---|")
-    bodies: dict[str, list[Endpoint]] = {}
+    rows, bodies = [("method", "path", "what it does", "body")], dict[str, list[Endpoint]]()
     for endpoint in endpoints:
         body = endpoint.body.__name__ if endpoint.body else ""
         link = f"[`{body}`](#{body.lower()})" if body else ""
-        yield f"| {endpoint.method} | `{endpoint.path_format}` | {endpoint.summary} | {link} |"
+        rows.append((endpoint.method, f"`{endpoint.path_format}`", endpoint.summary, link))
         if body:
             bodies.setdefault(body, []).append(endpoint)
+    yield from ("", "## All endpoints", "", *table(*rows))
     for name, users in bodies.items():
-        yield from (
-            "",
-            f"## {name}",
-            "",
-            "The body of " + ", ".join(f"`{user.path_format}`" for user in users) + ".",
-            "",
-        )
-        yield from _fields(schemas[name], schemas)
+        paths = ", ".join(f"`{user.path_format}`" for user in users)
+        yield from ("", f"## {name}", "", f"The body of {paths}.", "")
+        yield from table(("field", "type", "default"), *_fields(schemas[name], schemas))
 
 
-def _fields(schema: Json, schemas: Json) -> Iterator[str]:
-    yield from ("| field | type | default |", "|---|---|---|")
+def _fields(schema: Json, schemas: Json) -> Iterator[tuple[str, str, str]]:
     required = schema.get("required", ())
     for name, field in schema["properties"].items():
         default = "required" if name in required else _default(field.get("default"))
-        yield f"| `{name}` | {_type(field, schemas)} | {default} |"
+        yield f"`{name}`", _type(field, schemas), default
 
 
 def _default(value: object) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -20,3 +20,11 @@ def filled(name: str, parts: Mapping[str, Iterable[str]]) -> str:
         raise ValueError(f"docs/{name} must have a place for each of {', '.join(parts)}, in this order")
     fresh = {part: "\n".join(lines).strip("\n") for part, lines in parts.items()}
     return PLACE.sub(lambda found: f"<!-- written: {found[1]} -->\n\n{fresh[found[1]]}\n\n<!-- end -->", page)
+
+
+def table(*rows: Sequence[str]) -> Iterator[str]:
+    """The lines of a table in Markdown; the first row has the titles."""
+    for number, row in enumerate(rows):
+        yield "| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |"
+        if number == 0:
+            yield "|---" * len(row) + "|"

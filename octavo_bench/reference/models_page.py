@@ -16,7 +16,7 @@ from octavo.text.reasoning import FAMILIES
 from octavo.weights.gguf.block_formats import BLOCK_KINDS
 from octavo.weights.safetensors import DTYPES
 from octavo_bench.architectures import Judged, read_record
-from octavo_bench.reference.filling import filled
+from octavo_bench.reference.filling import filled, table
 
 SERVED = {
     "native": "natively: the classes of the first table",
@@ -46,11 +46,11 @@ def page() -> str:
     """The page with fresh tables."""
     title, *rows = families()
     parts = {
-        "architectures": _table(title, *((f"`{name}`", *rest) for name, *rest in rows)),
+        "architectures": table(title, *((f"`{name}`", *rest) for name, *rest in rows)),
         "classes": _classes(read_record(RECORD)),
-        "formats": _table(("what", "which"), *_formats()),
-        "calls": _table(("`--tool-call-parser`", "models", "seen by"), *_calls()),
-        "reasoning": _table(("`--reasoning-parser`", "reasoning"), *_reasoning()),
+        "formats": table(("what", "which"), *_formats()),
+        "calls": table(("`--tool-call-parser`", "models", "seen by"), *_calls()),
+        "reasoning": table(("`--reasoning-parser`", "reasoning"), *_reasoning()),
     }
     return filled("models.md", parts)
 
@@ -65,7 +65,7 @@ def _classes(found: Sequence[Judged]) -> Iterator[str]:
         names = [item.architecture for item in found if item.kind == kind]
         if names:
             rows.append((how, str(len(names)), "" if kind == "native" else _words(names)))
-    yield from _table(("served", "classes", ""), *rows)
+    yield from table(("served", "classes", ""), *rows)
     yield from ("", "Why the others are not served, or were not tried:", "")
     for item in found:
         if item.kind not in ("native", "backend, paged", "backend, own cache"):
@@ -96,13 +96,6 @@ def _formats() -> Iterator[tuple[str, str]]:
     yield "`method` of `--speculative-config`", _words(str(kind.__struct_config__.tag) for kind in get_args(Method))
     for name in ("load_format", "quantization", "dtype", "kv_cache_dtype"):
         yield f"`{flag_name(name)}`", _words(choices[name])
-
-
-def _table(*rows: Sequence[str]) -> Iterator[str]:
-    for number, row in enumerate(rows):
-        yield "| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |"
-        if number == 0:
-            yield "|---" * len(row) + "|"
 
 
 def _words(names: Iterable[str]) -> str:

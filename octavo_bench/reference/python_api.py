@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import octavo
-from octavo_bench.reference.filling import filled
+from octavo_bench.reference.filling import filled, table
 
 FIRST = ("LLM", "SamplingParams", "Engine", "Client", "AsyncClient")
 """What most programs use; the others follow by name."""
@@ -26,9 +26,8 @@ def _lines() -> Iterator[str]:
     errors = {name: kind for name, kind in found.items() if issubclass(kind, Exception)}
     for name in [*FIRST, *sorted(found.keys() - errors.keys() - set(FIRST))]:
         yield from ("", f"## {name}", "", *_class(name, found[name]))
-    yield from ("", f"## {ERRORS}", "", "| error | extends | when |", "|---|---|---|")
-    for name, kind in errors.items():
-        yield f"| `{name}` | `{kind.__base__.__name__}` | {_first_line(kind)} |"
+    rows = [(f"`{name}`", f"`{kind.__base__.__name__}`", _first_line(kind)) for name, kind in errors.items()]
+    yield from ("", f"## {ERRORS}", "", *table(("error", "extends", "when"), *rows))
 
 
 def _class(name: str, kind: type[Any]) -> Iterator[str]:
@@ -37,15 +36,14 @@ def _class(name: str, kind: type[Any]) -> Iterator[str]:
     yield from _doc(kind)
     fields = _fields(kind)
     if fields:
-        yield from ("", "| field | type | default |", "|---|---|---|")
-        yield from fields
+        yield from ("", *table(("field", "type", "default"), *fields))
     for method, value in vars(kind).items():
         if not method.startswith("_") and callable(getattr(kind, method)):
             yield from ("", f"### {name}.{method}", "", *_code(f"{method}{_signature(getattr(kind, method))}"), "")
             yield from _doc(value)
 
 
-def _fields(kind: type[Any]) -> list[str]:
+def _fields(kind: type[Any]) -> list[tuple[str, str, str]]:
     """Rows of the fields of a dataclass or of a struct."""
     try:
         parameters = inspect.signature(kind).parameters.values()
@@ -53,7 +51,7 @@ def _fields(kind: type[Any]) -> list[str]:
         return []
     if not (dataclasses.is_dataclass(kind) or hasattr(kind, "__struct_fields__")):
         return []
-    return [f"| `{item.name}` | {_cell(_annotation(item))} | {_default(item)} |" for item in parameters]
+    return [(f"`{item.name}`", _annotation(item), _default(item)) for item in parameters]
 
 
 def _annotation(item: inspect.Parameter) -> str:
@@ -83,12 +81,8 @@ def _doc(owner: object) -> Iterator[str]:
 
 
 def _first_line(owner: object) -> str:
-    return _cell(" ".join(" ".join(_doc(owner)).partition(". ")[0].split()))
+    return " ".join(" ".join(_doc(owner)).partition(". ")[0].split())
 
 
 def _code(text: str) -> Iterator[str]:
     yield from ("```python", text, "```")
-
-
-def _cell(text: str) -> str:
-    return text.replace("|", "\\|")

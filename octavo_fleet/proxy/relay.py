@@ -25,7 +25,7 @@ from octavo_fleet.proxy.upstream import Upstream, UpstreamAnswer, failure_of
 from octavo_server.dialects.anthropic.answer import ERRORS as ANTHROPIC
 from octavo_server.generation import ClientGone
 from octavo_server.http.error_responses import error_object
-from octavo_server.http.response import DONE
+from octavo_server.http.response import DONE, leave_all
 from octavo_server.http.server import WRITE_PIECE, WritePiece
 from octavo_server.tenants.api_keys import Caller
 
@@ -148,7 +148,7 @@ class Relay(Response):
                 meter.end("stop")
                 await send({"type": "http.response.body", "body": b""})
             elif answer.is_stream:
-                await self._stream(answer, meter, scope.get(WRITE_PIECE, _leave_all), send)
+                await self._stream(answer, meter, scope.get(WRITE_PIECE, leave_all), send)
             else:
                 await self._copy(answer, meter, send)
         except ConnectionFailed as failure:
@@ -210,7 +210,3 @@ async def _disconnected(receive: Receive) -> None:
 
 def _shut_down() -> Unavailable:
     return Unavailable("The server shut down before this request was finished.")
-
-
-def _leave_all(data: bytes) -> bool:
-    return False

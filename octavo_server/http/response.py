@@ -93,7 +93,7 @@ class EventStream(Response):
         async with attended(generation, receive):
             data = b"".join(map(frames, await generation.updates()))
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-            pump = Pump(generation, frames, scope.get(WRITE_PIECE, _leave_all), self.KEEP_ALIVE)
+            pump = Pump(generation, frames, scope.get(WRITE_PIECE, leave_all), self.KEEP_ALIVE)
             try:
                 while generation.num_unfinished:
                     if data:
@@ -116,7 +116,7 @@ class EventStream(Response):
         return b"data: " + encode(error_object(error)) + b"\n\n"
 
 
-def _leave_all(data: bytes) -> bool:
+def leave_all(data: bytes) -> bool:
     """Substitute for servers without ``WRITE_PIECE``: write nothing."""
     return False
 
