@@ -1,4 +1,4 @@
-"""A chat reply for APIs other than chat completions (Anthropic messages, OpenAI responses, Ollama).
+"""A chat reply for APIs other than chat completions (Anthropic messages, OpenAI responses, Ollama, Gemini).
 
 They convert their body to a chat completion's, so that each field is validated in one place, and render the parsed
 pieces of the reply in their own format.
@@ -86,11 +86,11 @@ class Translated(NamedTuple):
 
 
 class ChatReply:
-    """The single choice of a generation, parsed into pieces: content, reasoning and tool calls."""
+    """A choice of a generation, parsed into pieces: content, reasoning and tool calls."""
 
-    def __init__(self, services: ModelServices, body: ChatBody, generation: Generation) -> None:
+    def __init__(self, services: ModelServices, body: ChatBody, generation: Generation, index: int = 0) -> None:
         self.generation = generation
-        self.choice: GeneratedChoice = generation.choices[0]
+        self.choice: GeneratedChoice = generation.choices[index]
         self.logprobs: list[TokenLogprobs] = []
         """Of the tokens that pieces were made of, if they were asked for, until whoever shows them takes them out."""
         self.places: list[tuple[int, int]] = []
@@ -100,6 +100,7 @@ class ChatReply:
         tools = tools_of(body, services)
         prompt = self.choice.prompt.text or ""
         is_begun = body.continue_final_message
+        self._tokenizer = services.tokenizer
         self._message = chat_message(services.message_format, tools, prompt, is_begun, body.stream)
 
     def pieces(self) -> list[Piece]:
@@ -109,6 +110,8 @@ class ChatReply:
         if self._message is not None:
             pieces = self._message.pieces(text, self.choice.finish_reason)
             self.places = self._message.places
+            if self.choice.finish_reason is not None:
+                self._message.count_reasoning(self.choice, self._tokenizer)
             return pieces
         start = self.places[0][1] if self.places else 0
         self.places = [(start, start + len(text))]

@@ -15,6 +15,7 @@ from octavo.text import reasoning
 from octavo.text.chat_messages import ANSWER_REASONING_KEYS
 from octavo.text.message_format import MessageFormat
 from octavo.text.message_parser import Call, CallProgress, MessageParser, Piece, Text
+from octavo.text.tokenizer import Tokenizer
 from octavo_server.dialects.openai import kv_transfer
 from octavo_server.dialects.openai.answer_parts import (
     ChunkFrame,
@@ -103,7 +104,7 @@ class ChatAnswer:
         if message is not None:
             rendered = message.unstreamed(message.pieces(update.text, reason))
             reason = message.finish_reason(reason)
-            self._count_reasoning(choice, message)
+            message.count_reasoning(choice, self._services.tokenizer)
         return {
             "index": choice.index,
             "message": rendered,
@@ -111,12 +112,6 @@ class ChatAnswer:
             "finish_reason": reason,
             "stop_reason": choice.stop_reason,
         }
-
-    def _count_reasoning(self, choice: GeneratedChoice, message: ChatMessage) -> None:
-        """Count reasoning tokens from the reasoning text, without its delimiters."""
-        if message.reasoning and self._services.tokenizer is not None:
-            tokens = self._services.tokenizer.encode(message.reasoning, add_special_tokens=False)
-            choice.num_reasoning_tokens = min(len(tokens), choice.num_tokens)
 
     def _details(self, update: ChoiceUpdate) -> dict[str, Any]:
         details: dict[str, Any] = {"logprobs": None}
@@ -163,7 +158,7 @@ class ChatAnswer:
                 deltas.append({})  # after a tool call or reasoning, clients expect the end in a separate chunk
             end = {"finish_reason": reason, "stop_reason": choice.stop_reason}
             if message is not None:
-                self._count_reasoning(choice, message)
+                message.count_reasoning(choice, self._services.tokenizer)
                 end["finish_reason"] = message.finish_reason(reason)
         empty = {"logprobs": None, "finish_reason": None}
         chunks: list[dict[str, Any]] = [{"index": choice.index, "delta": delta, **empty} for delta in deltas]
@@ -301,6 +296,12 @@ class ChatMessage:
         if call.name in self._custom_names:
             return "custom", "input", input_of(call.arguments)
         return "function", "arguments", call.arguments
+
+    def count_reasoning(self, choice: GeneratedChoice, tokenizer: Tokenizer | None) -> None:
+        """Count the reasoning tokens of a finished choice from the reasoning text, without its delimiters."""
+        if self.reasoning and tokenizer is not None:
+            tokens = tokenizer.encode(self.reasoning, add_special_tokens=False)
+            choice.num_reasoning_tokens = min(len(tokens), choice.num_tokens)
 
     def finish_reason(self, reason: str | None) -> str | None:
         """``tool_calls`` instead of ``stop`` when there are calls, unless the client named the function."""

@@ -150,6 +150,7 @@ def test_every_key_that_the_api_requires_is_there(caller: Served) -> None:
     counts = {"input_tokens", "output_tokens", "cache_creation_input_tokens", "cache_read_input_tokens"}
     details = {"cache_creation", "output_tokens_details", "server_tool_use", "service_tier", "inference_geo"}
     assert counts | details == answer["usage"].keys()
+    assert answer["usage"]["output_tokens_details"] == {"thinking_tokens": len("Two and two.")}, "a token is a byte"
     text, call = answer["content"]
     assert text == {"type": "text", "text": "I add.", "citations": []}  # no null, which the AI SDK refuses
     assert call.keys() == {"type", "id", "name", "input", "caller"}

@@ -169,6 +169,8 @@ def test_calls_and_reasoning(caller: Served) -> None:
     assert thought.type == "reasoning"
     assert thought.content is not None
     assert thought.content[0].text == "Two and two."
+    assert answer.usage is not None
+    assert answer.usage.output_tokens_details.reasoning_tokens == len("Two and two."), "a token is a byte"
     assert text.type == "message"
     assert call.type == "function_call"
     assert (call.name, json.loads(call.arguments)) == ("add", {"a": 2})
@@ -190,6 +192,7 @@ def test_calls_and_reasoning(caller: Served) -> None:
     with api.responses.stream(model="test", input="2+2?", tools=TOOLS, max_output_tokens=200) as stream:
         final = stream.get_final_response()
     assert [item.type for item in final.output] == ["reasoning", "message", "function_call"]
+    assert final.usage == answer.usage
 
 
 def test_a_call_that_is_cut_is_incomplete(caller: Served) -> None:
