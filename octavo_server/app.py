@@ -29,6 +29,7 @@ from octavo_server.console import pages as console
 from octavo_server.console import stats_stream as live
 from octavo_server.dialects.anthropic import message_batches, messages
 from octavo_server.dialects.batches import batches, files
+from octavo_server.dialects.gemini import endpoints as gemini
 from octavo_server.dialects.native import (
     adapter_endpoints,
     completions,
@@ -79,7 +80,7 @@ PARTS = (
     *(completions, chat, messages, message_batches, responses, conversations, files, batches, durable),
     *(embeddings, scoring, classification, tei, adapter_endpoints, models, tokenize, render, derender, probes),
     *(live, explanations, sleep, weights, token_ids, sessions, admin, generate, sglang, infer, tgi, sagemaker),
-    *(ollama, ollama_models),
+    *(ollama, ollama_models, gemini),
 )
 
 

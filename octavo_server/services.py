@@ -150,7 +150,8 @@ class ServerServices:
             return decoded
         longest = max(each.engine.info.max_model_len for each in self.models)
         body, ignored_fields = await self.body_receiver.read_json(request, decoder, longest)
-        name = getattr(body, "model", "") or getattr(body, "name", "")  # Ollama's older name
+        # Gemini's API has the model in the path; the last is Ollama's older name.
+        name = request.path_params.get("model", "") or getattr(body, "model", "") or getattr(body, "name", "")
         return self.of_model(name), body, ignored_fields
 
 

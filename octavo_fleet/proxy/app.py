@@ -20,6 +20,7 @@ from octavo_fleet.proxy.relay import Outgoing, Relay, outgoing
 from octavo_fleet.proxy.upstream import Upstream, UpstreamFailed
 from octavo_server import admin
 from octavo_server.app import all_endpoints, forms_of, outer_middleware
+from octavo_server.dialects.gemini import endpoints as gemini
 from octavo_server.http.error_responses import on_http_exception, on_request_error
 from octavo_server.http.request_body import BodyReceiver
 from octavo_server.http.response import json_response
@@ -37,9 +38,11 @@ POST = (
     *("/embed", "/embed_all", "/embed_sparse", "/predict", "/similarity", "/infer", "/infer/v1/completions"),
     *("/v1/files", "/v1/batches", "/v1/batches/{id}/cancel", "/invocations"),
     *("/v1/messages/batches", "/v1/messages/batches/{id}/cancel"),
+    *(each.path for each in gemini.ENDPOINTS),
 )
 GET = (
-    *("/v1/models", "/v1/models/{name:path}", "/v1/responses/{id}", "/v1/responses/{id}/input_items"),
+    *("/v1/models", "/v1/models/{name:path}", "/v1beta/models", "/v1beta/models/{name:path}"),
+    *("/v1/responses/{id}", "/v1/responses/{id}/input_items"),
     *("/v1/conversations/{id}", "/v1/conversations/{id}/items", "/v1/conversations/{id}/items/{item}"),
     *("/v1/files", "/v1/files/{id}", "/v1/files/{id}/content", "/v1/batches", "/v1/batches/{id}"),
     *("/v1/messages/batches", "/v1/messages/batches/{id}", "/v1/messages/batches/{id}/results"),
@@ -57,7 +60,7 @@ OF_EACH = (
 """What is forwarded to each server: turns of a conversation may have gone to several."""
 UNCLEAR = re.compile(rb"%(2e|2f|5c|25|3b|3f|23)", re.IGNORECASE)
 """Encoded characters that an upstream may decode, after which the path is another one."""
-NAMED = ("/v1/models/", SESSIONS_PATH + "/")
+NAMED = ("/v1/models/", "/v1beta/models/", SESSIONS_PATH + "/")
 """Paths with a name, which may contain a slash."""
 
 

@@ -22,13 +22,15 @@ MAX_LINE = 64 << 10
 MAX_TOKENS = 100_000_000
 """Most tokens of one request that are believed."""
 MAX_USAGES = 4
-"""Objects named ``usage`` of one line that are read, the last ones: a response may repeat what the client sent."""
+"""Objects with usage of one line that are read, the last ones: a response may repeat what the client sent."""
 DONE = re.compile(rb"^data: ?\[DONE\]", re.MULTILINE)
-USAGE = b'"usage"'
-_USAGE_OBJECT = re.compile(rb'"usage"\s*:\s*(?=\{)')
-_PROMPT = ("prompt_tokens", "input_tokens")
-_OUTPUT = ("completion_tokens", "output_tokens")
-"""Names of the fields: OpenAI's, and those of Anthropic and of OpenAI's responses."""
+USAGE = b'"usage'
+_USAGE_OBJECT = re.compile(rb'"usage(?:Metadata)?"\s*:\s*(?=\{)')
+_PROMPT = ("prompt_tokens", "input_tokens", "promptTokenCount")
+_OUTPUT = ("completion_tokens", "output_tokens", "candidatesTokenCount")
+"""Names of the fields: OpenAI's, those of Anthropic and of OpenAI's responses, and the Gemini API's."""
+_THOUGHTS = ("thoughtsTokenCount",)
+"""Of output that the Gemini API counts apart."""
 _SGLANG = re.compile(rb'"meta_info"\s{0,8}:|"(prompt|completion)_tokens"\s{0,8}:\s{0,8}(\d{1,9})\s{0,8}[,}]')
 """What is read of SGLang's objects ``meta_info``, whose log-probabilities may be megabytes."""
 _MAX_COUNT = 64
@@ -114,11 +116,13 @@ class Meter:
         self._num_tokens += count
 
     def _read(self, data: bytes) -> None:
-        """Read the tokens in the objects named ``usage``. A stream may repeat them, or name each in its own event."""
+        """Read the tokens in the objects named ``usage`` or ``usageMetadata``. A stream may repeat them, or name each
+        in its own event."""
         for match in list(_USAGE_OBJECT.finditer(data))[-MAX_USAGES:]:
             try:
                 usage, _ = json.JSONDecoder().raw_decode(data[match.end() :].decode("utf-8", "replace"))
-                num_prompt, num_output = _tokens(usage, _PROMPT), _tokens(usage, _OUTPUT)
+                num_prompt = _tokens(usage, _PROMPT)
+                num_output = _tokens(usage, _OUTPUT) + _tokens(usage, _THOUGHTS)
             except (ValueError, RecursionError) as error:
                 if not self._has_warned:  # once for each response
                     self._has_warned = True

@@ -12,7 +12,7 @@ import contextlib
 import logging
 import time
 from typing import NamedTuple
-from urllib.parse import quote
+from urllib.parse import quote, unquote_plus
 
 import msgspec
 from starlette.responses import Response
@@ -23,6 +23,7 @@ from octavo_fleet.proxy.connections import ConnectionFailed, Headers, InvalidRes
 from octavo_fleet.proxy.metering import Meter
 from octavo_fleet.proxy.upstream import Upstream, UpstreamAnswer, failure_of
 from octavo_server.dialects.anthropic.answer import ERRORS as ANTHROPIC
+from octavo_server.dialects.gemini.endpoints import gemini_error
 from octavo_server.generation import ClientGone
 from octavo_server.http.error_responses import error_object
 from octavo_server.http.response import DONE, leave_all
@@ -68,10 +69,12 @@ class Outgoing(NamedTuple):
 
 def outgoing(scope: Scope, body: bytes, key: str | None, keeps_key: bool) -> Outgoing:
     """The request of ``scope``, with the upstream's ``key``; without one, with the client's if ``keeps_key``."""
-    query = scope["query_string"].decode("latin-1")
+    fields = scope["query_string"].decode("latin-1").split("&")
     dropped = NOT_SENT | _named_by_connection(scope["headers"])
     if not (keeps_key and key is None):
-        dropped |= {b"authorization", b"x-api-key"}
+        dropped |= {b"authorization", b"x-api-key", b"x-goog-api-key"}
+        fields = [field for field in fields if unquote_plus(field.partition("=")[0]) != "key"]
+    query = "&".join(fields)
     headers = [(name, value) for name, value in scope["headers"] if name not in dropped]
     headers.append((b"accept-encoding", b"identity"))
     if key is not None:
@@ -200,6 +203,8 @@ class Relay(Response):
         end = b"" if last.endswith(b"\n\n") else b"\n\n"
         if self.request.path in ANTHROPIC.paths:
             return end + b"event: error\ndata: " + msgspec.json.encode(ANTHROPIC.body(error)) + b"\n\n"
+        if self.request.path.startswith("/v1beta/"):
+            return end + msgspec.json.encode(gemini_error(error)) + b"\n\n"
         return end + b"data: " + msgspec.json.encode(error_object(error)) + b"\n\n" + DONE
 
 

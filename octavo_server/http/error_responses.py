@@ -139,26 +139,18 @@ class ErrorForm(NamedTuple):
     """Paths of the API; what is below them is part of it, also where there is no endpoint."""
 
 
-ERROR = ErrorForm(
-    "Error",
-    {
-        "type": "object",
-        "required": ["error"],
-        "properties": {
-            "error": {
-                "type": "object",
-                "required": ["message", "type", "param", "code"],
-                "properties": {
-                    "message": {"type": "string"},
-                    "type": {"type": "string"},
-                    "param": {"type": ["string", "null"]},
-                    "code": {"type": ["string", "null"]},
-                },
-            }
-        },
-    },
-    error_object,
-)
+TEXT = {"type": "string"}
+"""A JSON schema."""
+
+
+def object_of(**members: dict[str, Any]) -> dict[str, Any]:
+    """The JSON schema of an object that has all of ``members``."""
+    return {"type": "object", "required": list(members), "properties": members}
+
+
+_OPTIONAL = {"type": ["string", "null"]}
+_SCHEMA = object_of(error=object_of(message=TEXT, type=TEXT, param=_OPTIONAL, code=_OPTIONAL))
+ERROR = ErrorForm("Error", _SCHEMA, error_object)
 
 
 def typed_errors(name: str, kinds: tuple[str, str, str], paths: tuple[str, ...]) -> ErrorForm:
@@ -170,9 +162,7 @@ def typed_errors(name: str, kinds: tuple[str, str, str], paths: tuple[str, ...])
         kind = busy if isinstance(error, QueueFull | Unavailable) else wrong if error.status < 500 else failed
         return {"error": error.message, "error_type": kind}
 
-    text = {"type": "string"}
-    schema = {"type": "object", "required": ["error", "error_type"], "properties": {"error": text, "error_type": text}}
-    return ErrorForm(name, schema, body, paths)
+    return ErrorForm(name, object_of(error=TEXT, error_type=TEXT), body, paths)
 
 
 def _body_of(error: RequestError, path: str, forms: Iterable[ErrorForm]) -> dict[str, Any]:

@@ -15,7 +15,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterable, Mapping
 
-from starlette.datastructures import Headers
+from starlette.datastructures import Headers, QueryParams
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -222,11 +222,12 @@ def log_access(scope: Scope, status: int, seconds: float, request_id: str) -> No
 
 SINGLE_HEADERS = frozenset(
     (
-        *(b"host", b"origin", b"sec-fetch-site", b"authorization", b"x-api-key", b"content-type", b"content-length"),
-        *(b"content-encoding", b"idempotency-key", b"last-event-id"),
+        *(b"host", b"origin", b"sec-fetch-site", b"authorization", b"x-api-key", b"x-goog-api-key"),
+        *(b"content-type", b"content-length", b"content-encoding", b"idempotency-key", b"last-event-id"),
     )
 )
 """Headers that a request may have once: a proxy before this server may go by the first of two, and it by the last."""
+GOOGLE_KEY = "x-goog-api-key"
 MAX_REQUEST_ID_BYTES = 128
 REFUSALS = (QueueFull.status, Unavailable.status)
 """Statuses of a request that may be tried again later."""
@@ -274,7 +275,7 @@ class RequestMiddleware:
 
     async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = Headers(scope=scope)
-        scope["path"] = _tidy(scope["path"])
+        scope["path"] = _tidy(scope["path"], scope["method"], headers)
         request_id = _request_id(headers)
         start = time.monotonic()
         status, owner = 0, ""
@@ -328,7 +329,7 @@ class RequestMiddleware:
         self._hosts.check(headers)
         self._origins.check(scope["method"], scope["path"], headers)
         if scope["method"] not in ("GET", "HEAD") or not self._is_open(scope["path"]):
-            scope[CALLER] = self._keys.check(scope["path"], _secret(headers))
+            scope[CALLER] = self._keys.check(scope["path"], _secret(scope, headers))
 
 
 def _check_single(headers: Iterable[tuple[bytes, bytes]]) -> None:
@@ -339,19 +340,26 @@ def _check_single(headers: Iterable[tuple[bytes, bytes]]) -> None:
         raise HTTPRefusal(400, f"The request has the header '{twice}' more than once.", "duplicate_header")
 
 
-def _tidy(path: str) -> str:
+def _tidy(path: str, method: str, headers: Headers) -> str:
     """``path`` without doubled or trailing slashes, which result from base URLs with an extra slash, and without the
-    ``/openai`` that Groq's SDK puts in front of ``/v1``."""
+    ``/openai`` that Groq's SDK puts in front of ``/v1``. What clients of the Gemini API ask under ``/v1/models`` is
+    under ``/v1beta/models``: OpenAI's posts nothing there."""
     if "//" in path or path.endswith("/"):
         path = "/" + "/".join(filter(None, path.split("/")))
+    is_google = GOOGLE_KEY in headers or (method == "POST" and path.startswith("/v1/models/"))
+    if is_google and path.startswith("/v1/models"):
+        return f"/v1beta{path.removeprefix('/v1')}"
     return path.removeprefix("/openai") if path.startswith("/openai/v1/") else path
 
 
-def _secret(headers: Headers) -> bytes | None:
-    """The API key from ``Authorization: Bearer`` (OpenAI) or ``x-api-key`` (Anthropic)."""
+def _secret(scope: Scope, headers: Headers) -> bytes | None:
+    """The API key from ``Authorization: Bearer`` (OpenAI), ``x-api-key`` (Anthropic), or in the Gemini API also
+    ``x-goog-api-key`` or the query's ``key``."""
     scheme, _, key = headers.get("authorization", "").partition(" ")
     if scheme.lower() != "bearer" or not key.strip():
-        key = headers.get("x-api-key", "")
+        key = headers.get("x-api-key") or headers.get(GOOGLE_KEY, "")
+    if not key and scope["path"].startswith("/v1beta/"):
+        key = QueryParams(scope["query_string"]).get("key", "").encode().decode("latin-1")
     # Header values were decoded as Latin-1; encoding restores the original bytes.
     return key.strip().encode("latin-1") or None
 

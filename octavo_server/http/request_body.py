@@ -130,7 +130,7 @@ ASKS_NOTHING: tuple[Any, ...] = (None, False, "", [], {})
 
 SCHEMA_FIELDS = frozenset(
     ("format", "grammar", "guided_json", "json_schema", "output_config", "output_format", "parameters")
-) | {"response_format", "sampling_params", "structured_outputs", "text", "tools"}
+) | {"generationConfig", "response_format", "sampling_params", "structured_outputs", "text", "tools"}
 """Fields that may hold a JSON schema, whose numbers must not be rounded."""
 
 NO_FORM: dict[str, tuple[bytes, ...]] = {
@@ -166,6 +166,7 @@ class BodyDecoder(Generic[T]):
     the answer. ``ignored`` names fields that are ignored and reported to the client, with their neutral values.
     ``options`` names further fields with types and defaults; their values are together in the field ``sampling``.
     ``bodies`` names a field with a list of bodies, each of which may have as many containers as one alone.
+    ``rename`` makes a field's name of what clients may write.
     """
 
     def __init__(
@@ -176,6 +177,7 @@ class BodyDecoder(Generic[T]):
         ignored: Mapping[str, tuple[Any, ...]] = MappingProxyType({}),
         options: Mapping[str, tuple[type[int] | type[float] | type[bool], Any]] = MappingProxyType({}),
         bodies: str | None = None,
+        rename: Callable[[str], str] = str,
     ) -> None:
         self.kind = kind
         self.refused = refused
@@ -183,6 +185,7 @@ class BodyDecoder(Generic[T]):
         self.ignored = ignored
         self.options = options
         self.bodies = bodies
+        self.rename = rename
         own = get_type_hints(kind, include_extras=True)
         hints: dict[str, Any] = {name: hint for name, hint in own.items() if name != GATHERED}
         hints |= {name: kind for name, (kind, _) in options.items()}
@@ -204,7 +207,7 @@ class BodyDecoder(Generic[T]):
         max_containers = MAX_CONTAINERS + CONTAINERS_PER_TOKEN * max_model_len
         max_of_all = max_containers if self.bodies is None else sys.maxsize
         size = None if is_small else _bounded_size(body, MAX_VALUES + max_model_len, max_of_all)
-        fields = _split(body)
+        fields = {self.rename(name): raw for name, raw in _split(body).items()}
         if size is not None and size.depth > MAX_DEPTH + 1:
             raise _too_deep(next(name for name, raw in fields.items() if measure(bytes(raw)).depth > MAX_DEPTH))
         texts = list(fields.items())
@@ -360,13 +363,18 @@ def _decode(name: str, raw: msgspec.Raw, decoder: msgspec.json.Decoder[Any]) -> 
     try:
         return decoder.decode(raw)
     except msgspec.ValidationError as error:
-        reason, _, path = str(error).partition(" - at `$")
-        where = name + path.rstrip("`")
-        raise InvalidParameter(name, f"Invalid value for '{where}': {reason[:1].lower()}{reason[1:]}.") from None
+        raise wrong_type(name, error) from None
     except (msgspec.DecodeError, UnicodeDecodeError):
         raise InvalidParameter(name, f"'{name}' holds text that is not valid Unicode.") from None
     except RecursionError:
         raise _too_deep(name) from None
+
+
+def wrong_type(name: str, error: msgspec.ValidationError) -> InvalidParameter:
+    """What is told of a field ``name`` whose value could not be read as its type."""
+    reason, _, path = str(error).partition(" - at `$")
+    where = name + path.rstrip("`")
+    return InvalidParameter(name, f"Invalid value for '{where}': {reason[:1].lower()}{reason[1:]}.")
 
 
 def _too_deep(name: str) -> InvalidParameter:

@@ -80,6 +80,12 @@ OPENCODE_SETTINGS = {
         }
     },
 }
+GEMINI_SETTINGS = {
+    "general": {"disableAutoUpdate": True},
+    "privacy": {"usageStatisticsEnabled": False},
+    "security": {"auth": {"selectedType": "gemini-api-key"}},
+}
+GEMINI_EDIT = {"instruction": "Say goodbye", "old_string": "hello", "new_string": "bye"}
 EDIT = "I edit.\n\na.txt\n```\n<<<<<<< SEARCH\n{}\n=======\n{}\n>>>>>>> REPLACE\n```\n"
 STEP = "Step number"
 WORDS = ("hello", "one", "two", "three", "four", "bye")
@@ -133,6 +139,18 @@ AGENTS = {
             ("collaboration__list_agents", {}),
             ("functions__exec", {"input": SCRIPT.format("printf new > b.txt")}),
             ("functions__exec", {"input": SCRIPT.format("ls")}),
+        ],
+    ),
+    "gemini": Agent(
+        ["node_modules/.bin/gemini", "--model", MODEL, "--approval-mode", "yolo", "--prompt", "Change a.txt."],
+        {"GOOGLE_GEMINI_BASE_URL": "{url}", "GEMINI_API_KEY": "none", "GEMINI_CLI_TRUST_WORKSPACE": "true"},
+        {".gemini/settings.json": json.dumps(GEMINI_SETTINGS)},
+        [
+            ("read_file", {"file_path": "{folder}/a.txt"}),
+            ("replace", {**GEMINI_EDIT, "file_path": "{folder}/a.txt"}),
+            ("run_shell_command", {"command": "cat a.txt", "description": "Show the file"}),
+            ("write_file", {"file_path": "{folder}/b.txt", "content": "new"}),
+            ("list_directory", {"dir_path": "{folder}"}),
         ],
     ),
     "opencode": Agent(
@@ -283,7 +301,8 @@ def long_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     server.stop()
 
 
-ANSWERS = ("/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses")
+GEMINI = ("/v1beta/models/{model:path}:generateContent", "/v1beta/models/{model:path}:streamGenerateContent")
+ANSWERS = ("/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses", *GEMINI)
 
 
 def answered(server: Server) -> Counter[str]:

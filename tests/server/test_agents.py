@@ -23,8 +23,13 @@ PASSED_OVER = {
     "opencode": [],
     "gptme": [],
     "aider": [],
+    "gemini": ["generationConfig.thinkingConfig"],
 }
-ENDS = {"/v1/messages": "event: message_stop", "/v1/responses": "event: response.completed"}
+ENDS = {
+    "claude": "event: message_stop",
+    **dict.fromkeys(("codex", "codex_custom"), "event: response.completed"),
+    "gemini": '"finishReason":"STOP"',
+}
 
 
 @pytest.fixture(scope="module")
@@ -42,4 +47,4 @@ def test_the_last_request_of_an_agent(server: Served, agent: str) -> None:
     assert answer.status_code == 200, answer.text
     named = [name for name in answer.headers.get("x-octavo-unknown-fields", "").split(", ") if name]
     assert named == PASSED_OVER[agent]
-    assert ENDS.get(sent["path"], "data: [DONE]") in answer.text
+    assert ENDS.get(agent, "data: [DONE]") in answer.text

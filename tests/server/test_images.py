@@ -227,6 +227,24 @@ def test_anthropic_messages_and_images_of_tools(seeing: Seeing) -> None:
     check_seen(engine.seen[0], num_images=2)
 
 
+def test_gemini_contents_and_images_of_functions(seeing: Seeing) -> None:
+    """Google's Python client writes base64 in the alphabet for URLs."""
+    served, engine = seeing()
+    data = base64.urlsafe_b64encode(RED).decode()
+    assert {"-", "_"} & {*data}, "the image shall have a letter that the alphabets do not share"
+    image = {"inline_data": {"mime_type": "image/png", "data": data}}
+    result = {"name": "shot", "response": {"output": "Here."}, "parts": [image]}
+    contents = [
+        {"role": "user", "parts": [image, {"text": "Look."}]},
+        {"role": "model", "parts": [{"functionCall": {"name": "shot", "args": {}}}]},
+        {"role": "user", "parts": [{"functionResponse": result}, {"text": "And this?"}]},
+    ]
+    body = {"contents": contents, "generationConfig": {"maxOutputTokens": 4}}
+    response = served.client.post("/v1beta/models/m:generateContent", json=body)
+    assert response.status_code == 200, response.text
+    check_seen(engine.seen[0], num_images=2)
+
+
 def test_responses_with_uploaded_files(seeing: Seeing) -> None:
     served, engine = seeing()
     uploaded = served.client.post("/v1/files", files={"file": ("a.png", RED)}, data={"purpose": "vision"})

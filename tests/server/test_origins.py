@@ -26,6 +26,7 @@ FILE = b'--x\r\nContent-Disposition: form-data; name="purpose"\r\n\r\nbatch\r\n-
     b'Content-Disposition: form-data; name="file"; filename="a"\r\n\r\n{}\r\n--x--\r\n'
 )
 READING = {
+    *("/v1beta/models", "/v1beta/models/{name:path}"),
     *("/v1/models", "/v1/models/{name:path}", "/v1/files", "/v1/files/{file_id}", "/v1/files/{file_id}/content"),
     *(
         "/v1/batches",
@@ -123,7 +124,11 @@ def test_any_origin_if_it_is_said_so(serve_app: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["Host", "Authorization", "Idempotency-Key", "Content-Length", "Content-Type", "Origin", "x-api-key"]
+    "name",
+    [
+        *("Host", "Authorization", "Idempotency-Key", "Content-Length", "Content-Type", "Origin", "x-api-key"),
+        "x-goog-api-key",
+    ],
 )
 def test_a_header_that_counts_may_come_once(served: Served, name: str) -> None:
     """Whether the first or the last counts is not the same for every proxy."""

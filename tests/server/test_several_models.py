@@ -164,6 +164,9 @@ def test_requests_go_to_the_model_they_name(served: AppServer) -> None:
         assert (answer["model"], answer["content"][0]["text"]) == (name, name)
         ollama = {"model": f"{name}:latest", "prompt": "Hi", "stream": False, "options": {"num_predict": len(name)}}
         assert body_of(served.client.post("/api/generate", json=ollama))["response"] == name
+        gemini = {"contents": [{"parts": [{"text": "Hi"}]}], "generationConfig": {"maxOutputTokens": len(name)}}
+        answer = body_of(served.client.post(f"/v1beta/models/{name}:generateContent", json=gemini))
+        assert (answer["modelVersion"], answer["candidates"][0]["content"]["parts"]) == (name, [{"text": name}])
         stored = body_of(served.client.post("/v1/responses", json={"model": name, "input": "Hi", "background": True}))
         while stored["status"] in ("queued", "in_progress"):
             stored = body_of(served.client.get(f"/v1/responses/{stored['id']}"))

@@ -13,7 +13,7 @@ from octavo.errors import RequestError
 from octavo.text.message_parser import Call, CallProgress, Piece, Text
 from octavo_server.dialects.chat_reply import ChatReply, members_of
 from octavo_server.generation import GeneratedChoice
-from octavo_server.http.error_responses import ErrorForm
+from octavo_server.http.error_responses import TEXT, ErrorForm, object_of
 from octavo_server.http.response import EventStream, encode_line
 from octavo_server.pipeline import Answer
 
@@ -41,23 +41,8 @@ def anthropic_error(error: RequestError) -> dict[str, Any]:
     return {"type": "error", "error": {"type": kind, "message": error.message}}
 
 
-ERRORS = ErrorForm(
-    "AnthropicError",
-    {
-        "type": "object",
-        "required": ["type", "error"],
-        "properties": {
-            "type": {"const": "error"},
-            "error": {
-                "type": "object",
-                "required": ["type", "message"],
-                "properties": {"type": {"type": "string"}, "message": {"type": "string"}},
-            },
-        },
-    },
-    anthropic_error,
-    ("/v1/messages",),
-)
+_SCHEMA = object_of(type={"const": "error"}, error=object_of(type=TEXT, message=TEXT))
+ERRORS = ErrorForm("AnthropicError", _SCHEMA, anthropic_error, ("/v1/messages",))
 
 
 class MessageAnswer(Answer):

@@ -16,7 +16,7 @@ from octavo_server.dialects.chat_reply import members_of
 from octavo_server.dialects.ollama.body import CommonBody
 from octavo_server.dialects.openai.answer_parts import TokenNames, chat_logprobs
 from octavo_server.generation import GeneratedChoice
-from octavo_server.http.error_responses import ErrorForm
+from octavo_server.http.error_responses import TEXT, ErrorForm, object_of
 from octavo_server.http.response import EventStream, encode_line
 from octavo_server.pipeline import Answer
 
@@ -26,12 +26,7 @@ def ollama_error(error: RequestError) -> dict[str, Any]:
     return {"error": error.message}
 
 
-ERRORS = ErrorForm(
-    "OllamaError",
-    {"type": "object", "required": ["error"], "properties": {"error": {"type": "string"}}},
-    ollama_error,
-    ("/api",),
-)
+ERRORS = ErrorForm("OllamaError", object_of(error=TEXT), ollama_error, ("/api",))
 
 
 class OllamaAnswer(Answer):

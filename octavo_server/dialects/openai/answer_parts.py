@@ -39,7 +39,7 @@ class TokenNames:
         return b"" if self._bytes_of is None else self._bytes_of.token_bytes(token)
 
 
-def _ranked(entry: TokenLogprobs) -> list[tuple[int, float]]:
+def ranked(entry: TokenLogprobs) -> list[tuple[int, float]]:
     """The most likely tokens, best first; the sampled token's entry has its own log-probability."""
     return [
         (token, entry.logprob if token == entry.token_id else logprob)
@@ -56,7 +56,7 @@ def chat_logprobs(entries: Sequence[TokenLogprobs], names: TokenNames, num_top: 
         "content": [
             {
                 **_chat_entry(entry.token_id, entry.logprob, names),
-                "top_logprobs": [_chat_entry(token, logprob, names) for token, logprob in _ranked(entry)[:num_top]],
+                "top_logprobs": [_chat_entry(token, logprob, names) for token, logprob in ranked(entry)[:num_top]],
             }
             for entry in entries
         ],
@@ -97,7 +97,7 @@ class CompletionLogprobs:
     def _top(self, entry: TokenLogprobs) -> dict[str, float]:
         """Token to log-probability, including the sampled token. Tokens of equal text are shown by id."""
         top = {self._names.name(entry.token_id): finite(entry.logprob)}
-        for token, logprob in _ranked(entry)[: self._num_top]:
+        for token, logprob in ranked(entry)[: self._num_top]:
             if token != entry.token_id:
                 name = self._names.name(token)
                 top[f"token_id:{token}" if name in top else name] = finite(logprob)
@@ -116,7 +116,7 @@ def prompt_logprobs(
 
 def _prompt_entry(entry: TokenLogprobs, names: TokenNames, num_top: int) -> dict[str, Any]:
     ranks = [(entry.token_id, entry.logprob, entry.rank)]
-    ranks += [(token, logprob, rank) for rank, (token, logprob) in enumerate(_ranked(entry)[:num_top], 1)]
+    ranks += [(token, logprob, rank) for rank, (token, logprob) in enumerate(ranked(entry)[:num_top], 1)]
     return {
         str(token): {"logprob": finite(logprob), "rank": rank, "decoded_token": names.name(token)}
         for token, logprob, rank in ranks

@@ -142,6 +142,25 @@ def test_vectors_of_fewer_dimensions_are_of_length_one_too(encoder: Served) -> N
     np.testing.assert_allclose(cut, whole[:7] / np.linalg.norm(whole[:7]), atol=1e-6)
 
 
+def test_vectors_of_the_gemini_api(encoder: Served) -> None:
+    contents = [{"parts": [{"text": text}]} for text in TEXTS]
+    whole = [entry["embedding"] for entry in encoder.post("/v1/embeddings", input=TEXTS)["data"]]
+    cut = encoder.post("/v1/embeddings", input=TEXTS[0], dimensions=7)["data"][0]["embedding"]
+    path = "/v1beta/models/tiny"
+    assert encoder.post(f"{path}:embedContent", content=contents[0])["embedding"]["values"] == whole[0]
+    requests = [{"model": "models/tiny", "content": content, "taskType": "RETRIEVAL_QUERY"} for content in contents]
+    answer = encoder.post(f"{path}:batchEmbedContents", requests=requests)
+    assert [each["values"] for each in answer["embeddings"]] == whole
+    assert answer["usageMetadata"]["promptTokenCount"] == sum(len(encoder.tokenizer.encode(text).ids) for text in TEXTS)
+    shorter = {"content": contents[0], "output_dimensionality": 7}
+    assert encoder.post(f"{path}:embedContent", **shorter)["embedding"]["values"] == cut
+    assert encoder.post(f"{path}:batchEmbedContents", requests=[shorter])["embeddings"] == [{"values": cut}]
+    for given in ({"outputDimensionality": 7000}, {"content": {"parts": [{"inlineData": {}}]}}):
+        refused = encoder.server.post(f"{path}:embedContent", {"content": contents[0], **given})
+        violation = refused.json()["error"]["details"][0]["fieldViolations"][0]
+        assert violation["field"] == next(iter(given)), refused.text
+
+
 def test_inputs_may_be_token_ids(encoder: Served) -> None:
     ids = [encoder.tokenizer.encode(text).ids for text in TEXTS]
     of_text = [entry["embedding"] for entry in encoder.post("/v1/embeddings", input=TEXTS)["data"]]
