@@ -70,8 +70,6 @@ ADVICE = {
     "--speculative-model": _DRAFTS,
     "--spec-length": "--speculative-config has the key num_speculative_tokens",
     "--num-speculative-tokens": "--speculative-config has the key num_speculative_tokens",
-    "--distributed-executor-backend": "--tensor-parallel-size starts its processes itself, on one machine: mp; "
-    "--nnodes has those of several",
     "--dist-init-addr": "--master-addr and --master-port name the host with --node-rank 0",
     "--n-gpu-layers": _LAYERS,
     "-ngl": _LAYERS,
@@ -132,7 +130,6 @@ PASSED_OVER: dict[str, Passed] = {
     "--batching-mode": Passed("batching is always continuous", ("continuous",)),
     "--kv-cache-backend": Passed("the KV cache is always paged", ("paged",)),
     "--cpu-offload-gb": Passed("all weights stay on the device", ("0", "0.0")),
-    "--distributed-executor-backend": Passed("ranks are processes of this machine", ("mp", "uni")),
     "--tokenizer-mode": Passed("the checkpoint's files decide", ("auto", "hf", "slow", "mistral")),
     "--task": Passed("the checkpoint decides", ("auto", "generate", "embed", "classify", "score", "reward")),
     "--model-impl": Passed("native code is used where there is some", ("auto", "vllm")),

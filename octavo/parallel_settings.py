@@ -30,6 +30,13 @@ class ParallelSettings:
         low=1,
         high=1024,
     )
+    distributed_executor_backend: str = setting(
+        "mp",
+        "what runs on the other hosts of nnodes: mp, what was started there; ray: actors that a Ray cluster places, "
+        "and that need no key, address or certificate",
+        ("mp", "ray"),
+        synonyms={"uni": "mp"},
+    )
     node_rank: int = setting(0, "number of this host among those of nnodes; 0 serves HTTP", low=0)
     master_addr: str = setting("127.0.0.1", "address of the host with node_rank 0, to which the others connect")
     master_port: int = setting(29501, "port of master_addr", low=1, high=65535)
@@ -89,9 +96,12 @@ def check_parallel(model: ParallelSettings) -> None:
 
 def _check_nodes(model: ParallelSettings) -> None:
     given = [item.name for item in dataclasses.fields(model) if item.name.startswith(("node_", "master_"))]
+    changed = [name for name in given if getattr(model, name) != getattr(ParallelSettings, name)]
+    is_placed = model.distributed_executor_backend == "ray"
     if model.nnodes == 1:
-        if changed := [name for name in given if getattr(model, name) != getattr(ParallelSettings, name)]:
-            raise ConfigError(f"{changed[0]} needs nnodes, of at least 2")
+        if changed or is_placed:
+            name = changed[0] if changed else "distributed_executor_backend: ray"
+            raise ConfigError(f"{name} needs nnodes, of at least 2; what computes on one host starts by itself")
         return
     if model.pipeline_parallel_size % model.nnodes:
         raise ConfigError(
@@ -100,5 +110,7 @@ def _check_nodes(model: ParallelSettings) -> None:
         )
     if model.node_rank >= model.nnodes:
         raise ConfigError(f"node_rank: must be at most {model.nnodes - 1}, as nnodes is {model.nnodes}")
-    if not model.node_key:
+    if is_placed and changed:
+        raise ConfigError(f"{changed[0]}: distributed_executor_backend ray sets it for each host")
+    if not model.node_key and not is_placed:
         raise ConfigError("nnodes needs node_key, which the hosts share")

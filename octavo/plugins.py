@@ -30,6 +30,8 @@ FRONTS = "octavo.fronts"
 """Classes of ``octavo_server.serving.Front``, made of a ``ServeConfig``."""
 KV_CONNECTORS = "octavo.kv_connectors"
 """Pairs of classes as in ``octavo.cache.kv_channel``: what lets others fetch blocks, and what fetches them."""
+STAGE_HOSTS = "octavo.stage_hosts"
+"""Functions as ``octavo.build.build_engine.PlaceHosts``, by values of distributed_executor_backend."""
 ENGINE_GROUPS = "octavo.engine_groups"
 """Classes of engines of several processes, made of settings and the command of an engine process."""
 
@@ -56,6 +58,7 @@ OWN: Mapping[str, Mapping[str, str]] = {
     },
     KV_CONNECTORS: {"tcp": "octavo.cache.kv_channel:CONNECTOR", "nixl": "octavo_fleet.nixl_channel:CONNECTOR"},
     FRONTS: {"openai": "octavo_fleet.proxy.front:ProxyFront"},
+    STAGE_HOSTS: {"ray": "octavo_fleet.ray.stage_hosts:placed_hosts"},
     ENGINE_GROUPS: {
         "data_parallel": "octavo_fleet.data_parallel:DataParallelEngine",
         "several_models": "octavo_fleet.several_models:ModelGroup",

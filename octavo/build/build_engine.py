@@ -8,6 +8,7 @@ import gc
 import hashlib
 import logging
 import os
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -81,6 +82,9 @@ from octavo.weights.checkpoint import Checkpoint, open_checkpoint
 from octavo.weights.generation_config import check_token_ids, chosen_config, sampling_defaults
 from octavo.weights.hub import resolve_model
 
+PlaceHosts = Callable[[EngineConfig], contextlib.AbstractContextManager[tuple[EngineConfig, Check]]]
+"""Starts the other hosts of an engine, which end with the block: gives the settings with which the first waits for
+them, and what raises if one ends before it has joined. Raises ``ConfigError``."""
 DEPTH = {CPU: 1, GPU: 2}
 """Steps in flight: on a GPU, the next step is scheduled while one is computed."""
 logger = logging.getLogger(__name__)
@@ -299,24 +303,34 @@ def _started_ranks(
         raise ConfigError("node_rank: this host computes for that with node_rank 0; run `octavo serve --headless`")
     shared = rank_memory(config.model)
     check_divides(model, config.model, device)
-    settings = dataclasses.replace(config.model, model=str(path))
     gpus = visible_gpus() if is_gpu(device) else []
     if 0 < len(gpus) < size:
         logger.warning("%d ranks share %d GPUs, which is slow: it is for tests", size, len(gpus))
-    nodes = NodeListener(config.model).wait() if num_nodes > 1 else []
     with contextlib.ExitStack() as ending:
+        hosts = ending.enter_context(contextlib.ExitStack())
+        config, check = _placed(config, hosts)
+        nodes = NodeListener(config.model).wait(check) if num_nodes > 1 else []
         for link in nodes:
             ending.callback(link.close)
         layout = RankLayout(size, num_stages, num_nodes)
         processes = started or RankProcesses(len(layout.others))
         ending.callback(processes.end)
-        flat = to_flat(dataclasses.replace(config, model=settings), EngineConfig)
+        flat = {**to_flat(config, EngineConfig), "model": str(path)}
         for link in nodes:
             link.tell(StartNode({**flat, "node_key": None}, content_fingerprint(path)))
         ranks = RankGroup(flat, processes, shared, layout, gpus, nodes)
         ending.callback(ranks.end)
         yield ranks
+        weakref.finalize(ranks, hosts.pop_all().close)
         ending.pop_all()
+
+
+def _placed(config: EngineConfig, hosts: contextlib.ExitStack) -> tuple[EngineConfig, Check]:
+    """See ``PlaceHosts``; ``hosts`` ends them. Those of "mp" were started by others."""
+    if config.model.distributed_executor_backend == "mp":
+        return config, lambda: None
+    place: PlaceHosts = plugins.load(plugins.STAGE_HOSTS, config.model.distributed_executor_backend)
+    return hosts.enter_context(place(config))
 
 
 def rank_memory(settings: ModelSettings) -> SharedMemory:

@@ -93,14 +93,14 @@ def application(args: Mapping[str, Any]) -> serve.Application:
 
 def engine_options(fleet: FleetSettings, settings: dict[str, Any]) -> dict[str, Any]:
     """The options of the deployment of engines."""
-    server = ServeConfig.from_flat(settings).server
+    config = ServeConfig.from_flat(settings)
     bundle = {"CPU": fleet.cpus_per_replica, **({"GPU": fleet.gpus_per_replica} if fleet.gpus_per_replica else {})}
     return {
         "name": "Engine",
         "max_ongoing_requests": MAX_ONGOING,
-        # All GPUs of an engine are on one node: its processes share memory.
-        "placement_group_bundles": [bundle],
-        "placement_group_strategy": "STRICT_PACK",
+        # What a host has of an engine is on one node, as its processes share memory. The replica is the first host.
+        "placement_group_bundles": [bundle] * config.model.nnodes,
+        "placement_group_strategy": "STRICT_PACK" if config.model.nnodes == 1 else "STRICT_SPREAD",
         "ray_actor_options": {"num_cpus": fleet.cpus_per_replica, "num_gpus": fleet.gpus_per_replica},
         "autoscaling_config": AutoscalingConfig(
             min_replicas=fleet.min_replicas,
@@ -109,7 +109,7 @@ def engine_options(fleet: FleetSettings, settings: dict[str, Any]) -> dict[str, 
             upscale_delay_s=fleet.upscale_delay_s,
             downscale_delay_s=fleet.downscale_delay_s,
         ),
-        "graceful_shutdown_timeout_s": server.shutdown_timeout,
+        "graceful_shutdown_timeout_s": config.server.shutdown_timeout,
         "health_check_period_s": HEALTH_PERIOD_S,
         "request_router_config": RequestRouterConfig(
             request_router_class=OctavoRequestRouter,

@@ -16,6 +16,7 @@ from octavo.errors import RequestError
 from octavo.telemetry.logs import log_to_stderr
 from octavo.types import Output
 from octavo_fleet.ray.messages import AnswerPart, decode_order, decode_request, encode, refusal_of
+from octavo_fleet.ray.settings import GROUP_VARIABLE
 from octavo_fleet.routing.prefixes import CachedPrefixes
 from octavo_server.engines.async_engine import AsyncEngine
 from octavo_server.engines.wire import Refusal
@@ -39,7 +40,7 @@ class EngineReplica:
         log_to_stderr(config.server.log_level, config.server.log_format)
         self._name = serve.get_replica_context().replica_id.unique_id
         self._timeout = STUCK * config.server.engine_timeout
-        self._engine = AsyncEngine(config)
+        self._engine = AsyncEngine(config, environment=_environment() if config.model.nnodes > 1 else {})
         self._prefixes = CachedPrefixes()
         if config.cache.enable_prefix_caching:
             self._engine.send_kv_events_to(self._prefixes)
@@ -93,6 +94,12 @@ class EngineReplica:
         """The replica was drained, or its time to drain is over: end the engine process."""
         if hasattr(self, "_engine"):
             await self._engine.stop(0)
+
+
+def _environment() -> dict[str, str]:
+    """By which the engine process finds the nodes of this replica."""
+    context, group = ray.get_runtime_context(), ray.util.get_current_placement_group()
+    return {"RAY_ADDRESS": context.gcs_address, GROUP_VARIABLE: group.id.hex()}
 
 
 class _Stream:

@@ -13,9 +13,11 @@ from octavo_fleet.routing.routers import ROUTERS
 
 REFUSED = (
     *("port", "ssl_certfile", "data_parallel_size", "state_dir", "kv_events_config", "enable_kv_events"),
-    *("kv_offload_dir", "journal", "role", "kv_transfer_address", "nnodes", "headless"),
+    *("kv_offload_dir", "journal", "role", "kv_transfer_address", "distributed_executor_backend", "headless"),
 )
 """Settings of a single HTTP server, a folder that engines of one node would share, and what the fleet sets itself."""
+GROUP_VARIABLE = "OCTAVO_RAY_PLACEMENT_GROUP"
+"""Environment variable by which an engine process gets the placement group of its replica, in hexadecimal."""
 
 
 class FleetSettings(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, frozen=True):
@@ -32,6 +34,7 @@ class FleetSettings(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, fr
     gpus_per_replica: int = 0
     """GPUs of one node for each engine; 0: an engine on CPUs."""
     cpus_per_replica: float = 1
+    """On each of the engine's nodes."""
     num_ingress: int = 1
     """Processes that serve HTTP: validation, tokenisation, streams."""
     router: str = "prefix-aware"
@@ -51,6 +54,8 @@ def parse(arguments: Mapping[str, Any]) -> tuple[FleetSettings, dict[str, Any]]:
         if name in rest:
             raise ConfigError(f"{name}: does not apply to a fleet on Ray")
     settings = {"host": "0.0.0.0", **rest}
+    if str(rest.get("nnodes", 1)) != "1":
+        settings["distributed_executor_backend"] = "ray"
     if fleet.prefill_replicas < 0:
         raise ConfigError("prefill_replicas must not be negative")
     ServeConfig.from_flat(of_role(settings, "decode", "key") if fleet.prefill_replicas else settings)

@@ -50,7 +50,7 @@ def test_values_decide(given: list[str], kept: list[str]) -> None:
     assert translated(given)[0] == kept
 
 
-@pytest.mark.parametrize("flag", ["--rope-scaling", "--distributed-executor-backend"])
+@pytest.mark.parametrize("flag", ["--rope-scaling", "--dist-init-addr"])
 def test_others_are_refused_with_what_to_use(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         parse_arguments([*SERVED, flag, "ray"])

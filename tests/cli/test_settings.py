@@ -33,7 +33,7 @@ EXCLUSIVE = {
     *("grpc_ssl_ca_certs", "grpc_api_key"),
     *("grpc_worker", "grpc_timeout"),
     *("decode_context_parallel_size", "pipeline_parallel_size", "enable_dp_attention"),
-    *("nnodes", "node_rank", "headless", *OF_HOSTS),
+    *("nnodes", "node_rank", "headless", "distributed_executor_backend", *OF_HOSTS),
 }
 """Refused together with ``kv_cache_memory``, ``kv_offload_dir``, ``enable_kv_events``, ``tenant_header`` or
 ``enable_return_routed_experts`` (``enable_prefix_caching``: if off), or under policies or backends to which they do not
@@ -57,6 +57,7 @@ NEEDED = {
     "decode_context_parallel_size": ["--tensor-parallel-size", str(SAMPLES[int])],
     **dict.fromkeys(OF_HOSTS, HOSTS),
     "nnodes": ["--pipeline-parallel-size", str(SAMPLES[int]), "--node-key", "k"],
+    "distributed_executor_backend": HOSTS[:4],
     "node_rank": [*HOSTS, "--headless"],
     "headless": [*HOSTS, "--node-rank", "1"],
     "quantize_lm_head": ["--quantization", "int8"],

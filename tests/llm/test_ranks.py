@@ -95,6 +95,11 @@ def test_stages_give_the_tokens_of_one_process_hold_a_part_of_the_layers_and_end
         ({"nnodes": 3}, "nnodes: 3 must divide pipeline_parallel_size, which is 2"),
         ({"nnodes": 2}, "nnodes needs node_key"),
         ({"node_key": "k"}, "node_key needs nnodes"),
+        ({"distributed_executor_backend": "ray"}, "distributed_executor_backend: ray needs nnodes, of at least 2"),
+        (
+            {"nnodes": 2, "distributed_executor_backend": "ray", "node_key": "k"},
+            "node_key: distributed_executor_backend ray sets it",
+        ),
         ({"nnodes": 2, "node_key": "k", "node_rank": 2}, "node_rank: must be at most 1"),
         ({"nnodes": 2, "node_key": "k", "node_rank": 1}, "node_rank: this host computes for that with node_rank 0"),
         ({"nnodes": 2, "node_key": "k", "master_addr": "10.0.0.7"}, "master_addr: .* needs node_ssl_certfile"),

@@ -276,8 +276,8 @@ class NodeListener:
         self._joined: queue.SimpleQueue[tuple[Joining, Channel]] = queue.SimpleQueue()
         self._logins = threading.Semaphore(MAX_LOGINS)
 
-    def wait(self) -> list[NodeLink]:
-        """Wait until all hosts are there; the links to them, in their order."""
+    def wait(self, check: Check = lambda: None) -> list[NodeLink]:
+        """Wait until all hosts are there, with ``check``, which may raise; the links to them, in their order."""
         half: dict[str, tuple[Joining, Channel]] = {}
         links: dict[int, NodeLink] = {}
         reported = 0.0
@@ -286,6 +286,7 @@ class NodeListener:
                 if time.monotonic() - reported > REPORT_SECONDS:
                     reported = time.monotonic()
                     logger.info("waiting at %s for the hosts with node_rank %s", _address(self._settings), missing)
+                check()
                 self._accept()
                 while not self._joined.empty():
                     joining, channel = self._joined.get()
