@@ -73,6 +73,8 @@ LEAST_SHARE_BYTES = 2 << 20
 """That one of them copies, of several."""
 BATCH_BYTES = 32 << 20
 """Of contents that are fetched together; one that is larger is alone."""
+LEAST_RATE = 1 << 20
+"""Bytes per second, beside ``kv_transfer_timeout``, that contents must come at: else they are computed sooner."""
 REST_SECONDS = 5.0
 """For which a server that failed is not asked again."""
 
@@ -157,7 +159,8 @@ class HoldingServer:
         host = split_address(shown)[0]
         self.address = f"{f'[{host}]' if ':' in host else host}:{self._socket.getsockname()[1]}"
         self._is_closed = False
-        self._connections = dict[socket.socket, Channel | None]()
+        self._connections = dict[Channel, bool]()
+        """Whether each has logged in; in the order of their arrival."""
         threading.Thread(target=self._accept, name="kv-transfer", daemon=True).start()
 
     def ticket(self) -> str:
@@ -169,7 +172,7 @@ class HoldingServer:
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
-        for channel in filter(None, [*self._connections.values()]):
+        for channel in [*self._connections]:
             channel.close()
         self._held.close()
 
@@ -177,6 +180,7 @@ class HoldingServer:
         while True:
             try:
                 sock, peer = self._socket.accept()
+                channel = accepted(sock, self._tls)
             except OSError as error:
                 if self._is_closed:
                     return
@@ -184,27 +188,32 @@ class HoldingServer:
                 time.sleep(ACCEPT_SECONDS)
                 continue
             if len(self._connections) >= MAX_CONNECTIONS:
-                logger.warning("a connection of %s for KV blocks is closed: there are %d", peer[0], MAX_CONNECTIONS)
-                sock.close()
-                continue
-            self._connections[sock] = None
-            threading.Thread(target=self._serve, args=(sock, peer[0]), name="kv-transfer", daemon=True).start()
+                logger.warning("there are %d connections for KV blocks, of which one is closed", MAX_CONNECTIONS)
+                first = next((each for each, is_known in self._connections.copy().items() if not is_known), channel)
+                first.close()  # one whose peer takes longer to log in than any with the key
+                self._connections.pop(first, None)
+                if first is channel:
+                    continue
+            self._connections[channel] = False
+            threading.Thread(target=self._serve, args=(channel, peer[0]), name="kv-transfer", daemon=True).start()
 
-    def _serve(self, sock: socket.socket, peer: str) -> None:
+    def _serve(self, channel: Channel, peer: str) -> None:
         try:
-            with contextlib.closing(accepted(sock, self._tls)) as channel:
-                self._connections[sock] = channel
-                _credentials(self._settings, self._identity()).admit(channel)
-                while True:
-                    channel.wait_for(IDLE_SECONDS)
-                    message = channel.hear(_asked, MAX_MESSAGE_BYTES)
-                    channel.wait_for(self._seconds)
-                    self._answer(channel, message)
+            _credentials(self._settings, self._identity()).admit(channel)
+            if channel in self._connections:
+                self._connections[channel] = True
+            while True:
+                channel.wait_for(IDLE_SECONDS)
+                channel.end_within(IDLE_SECONDS)
+                message = channel.hear(_asked, MAX_MESSAGE_BYTES)
+                channel.wait_for(self._seconds)
+                channel.end_within(self._seconds)
+                self._answer(channel, message)
         except (ChannelError, OSError) as error:
             logger.debug("the connection of %s for KV blocks ends: %s", peer, error)
         finally:
-            sock.close()
-            del self._connections[sock]
+            channel.close()
+            self._connections.pop(channel, None)
 
     def _answer(self, channel: Channel, message: Message) -> None:
         match message:
@@ -220,6 +229,7 @@ class HoldingServer:
         """Send contents, up to the first that is gone."""
         for batch in _batches(contents):
             sizes = [len(slot.view) for slot in batch]
+            channel.end_within(self._seconds + sum(sizes) / LEAST_RATE)
             if by_memory and batch[0].offset >= 0:
                 channel.tell(Batch([slot.offset for slot in batch], sizes))
                 channel.hear(_copied, MAX_MESSAGE_BYTES)  # until then, ``batch`` keeps the slots
@@ -305,12 +315,14 @@ class Fetcher:
         try:
             channel = self._take(address) or self._connect(address)
             channel.wait_for(self._seconds)
+            channel.end_within(self._seconds)
             channel.tell(Ask(transfer.ticket, keys))
             have = channel.hear(_have, MAX_MESSAGE_BYTES)
             if wanted := choose(set(have.keys)):
                 with opened(have.arena) as arena:
                     if have.arena is not None:
                         self._note(address, arena is not None)
+                    channel.end_within(self._seconds + len(wanted) * most_bytes / LEAST_RATE)
                     channel.tell(Fetch(transfer.ticket, wanted, arena is not None))
                     contents = self._receive(channel, len(wanted), most_bytes, arena)
                     for content, key in zip(contents, wanted, strict=False):  # in this order, ``contents`` ends

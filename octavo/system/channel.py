@@ -84,11 +84,14 @@ class Channel:
         self._session = b""
         self._numbers = [0, 0]
         """Of the next frame sent, and received."""
+        self._seconds: float | None = sock.gettimeout()
+        """For which a peer may be silent."""
         self._end = math.inf
-        """When the login must be over, by the monotonic clock."""
+        """When what is under way must be over, by the monotonic clock."""
 
-    def end_login_within(self, seconds: float) -> None:
-        """What is received until ``secure`` takes no longer together."""
+    def end_within(self, seconds: float) -> None:
+        """All that is sent and received from now on takes no longer together, until this or ``secure`` is called: a
+        peer that sends a byte now and then is never silent."""
         self._end = time.monotonic() + seconds
 
     def secure(self, session: bytes) -> None:
@@ -140,7 +143,7 @@ class Channel:
 
     def wait_for(self, seconds: float) -> None:
         """Wait no longer than ``seconds`` for each part of a frame."""
-        self._socket.settimeout(seconds)
+        self._seconds = seconds
 
     def close(self) -> None:
         """End the connection; a thread that waits for a frame then finds out."""
@@ -171,9 +174,17 @@ class Channel:
         view, done = memoryview(data), 0
         try:
             while done < len(view):  # not ``sendall``, whose timeout is for all of the data
+                self._set_timeout()
                 done += self._socket.send(view[done:])
         except OSError as error:
             raise ChannelError(f"the peer does not read: {named(error)}") from None
+
+    def _set_timeout(self) -> None:
+        """Raises ``TimeoutError`` where it is over."""
+        left = self._end - time.monotonic()
+        if left <= 0:
+            raise TimeoutError("it is too slow")
+        self._socket.settimeout(left if self._seconds is None else min(left, self._seconds))
 
     def _receive_all(self, size: int) -> bytes:
         data = bytearray(size)
@@ -184,8 +195,7 @@ class Channel:
         done = 0
         while done < len(view):
             try:
-                if self._end < math.inf:
-                    self._socket.settimeout(max(0.001, self._end - time.monotonic()))
+                self._set_timeout()
                 count = self._socket.recv_into(view[done:])
             except OSError as error:
                 raise ChannelError(f"the peer does not answer: {named(error)}") from None
@@ -206,7 +216,7 @@ class Credentials(NamedTuple):
 
     def admit(self, channel: Channel) -> None:
         """Let a client log in, within ``LOGIN_SECONDS``. Raises ``ChannelError``, and tells the client why."""
-        channel.end_login_within(LOGIN_SECONDS)
+        channel.end_within(LOGIN_SECONDS)
         nonce, own = os.urandom(NONCE_BYTES), self.identity
         channel.tell(Hello(self.version, nonce))
         login = channel.hear(_decoder, MAX_LOGIN_BYTES)
@@ -225,6 +235,7 @@ class Credentials(NamedTuple):
 
     def log_in(self, channel: Channel) -> None:
         """Log in to a server. Raises ``ChannelError``."""
+        channel.end_within(LOGIN_SECONDS)
         hello, nonce, identity = channel.hear(_decoder, MAX_LOGIN_BYTES), os.urandom(NONCE_BYTES), dict(self.identity)
         if not isinstance(hello, Hello):
             raise ChannelError("it speaks another protocol")
@@ -278,10 +289,13 @@ def listen(address: str, tls: ssl.SSLContext | None, name: str, of_tls: str, bac
 
 
 def accepted(sock: socket.socket, tls: ssl.SSLContext | None) -> Channel:
-    """The channel of a connection that a server has accepted; the login is next. Raises ``OSError``."""
+    """The channel of a connection that a server has accepted; the handshake of TLS, and the login, are next. Raises
+    ``OSError``."""
     sock.settimeout(LOGIN_SECONDS)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    return Channel(sock if tls is None else tls.wrap_socket(sock, server_side=True), is_server=True)
+    return Channel(
+        sock if tls is None else tls.wrap_socket(sock, server_side=True, do_handshake_on_connect=False), is_server=True
+    )
 
 
 def connect(address: str, tls: ssl.SSLContext | None, of_tls: str, credentials: Credentials, seconds: float) -> Channel:

@@ -30,7 +30,7 @@ from octavo.sampling_params import SamplingParams
 from octavo.steps.limits import StateSize
 from octavo.system import channel
 from octavo.system.addresses import split_address
-from octavo.system.channel import Channel, ChannelError
+from octavo.system.channel import Channel, ChannelError, Credentials
 from octavo.types import KVTransfer, Output, Request, Sequence
 from tests.engine.tiers import OracleStore
 from tests.engine.workload import Features, Run
@@ -425,6 +425,54 @@ def test_one_that_does_not_read_holds_up_no_other(prefill: Half, decode: Half) -
     assert decode.compute(request).num_cached_tokens == 36
     for other in others:
         other.close()
+
+
+@pytest.mark.parametrize("has_tls", [False, True])
+def test_strangers_do_not_take_the_places_of_who_has_the_key(
+    has_tls: bool, prefill: Half, decode: Half, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(kv_channel, "MAX_CONNECTIONS", 4)
+    if has_tls:
+        own, key = certificate(tmp_path)
+        prefill.hold(dataclasses.replace(SETTINGS, kv_transfer_ssl_certfile=own, kv_transfer_ssl_keyfile=key))
+        decode.fetch(dataclasses.replace(SETTINGS, kv_transfer_ssl_ca_certs=own))
+    request = handed_over(prefill, ask(None))
+    assert request.transfer is not None
+    address = split_address(request.transfer.address)
+    strangers = [socket.create_connection(address) for _ in range(20)]
+    for number in range(3):
+        assert decode.compute(request).num_cached_tokens == 36
+        strangers += [socket.create_connection(address) for _ in range(20)]
+        request = handed_over(prefill, ask(None, number + 2))
+    assert decode.engine.stats().num_transfer_failures == 0
+    for stranger in strangers:
+        stranger.close()
+
+
+@pytest.mark.parametrize("prefill", ["frames"], indirect=True)
+@pytest.mark.parametrize("place", ["hello", "content"])
+def test_a_server_that_sends_a_byte_now_and_then_is_not_waited_for(
+    place: str, prefill: Half, decode: Half, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(channel, "LOGIN_SECONDS", 0.5)
+    decode.fetch(dataclasses.replace(SETTINGS, kv_transfer_timeout=0.5))
+    request = handed_over(prefill, ask(None))
+    is_over = threading.Event()
+
+    def trickle(self: Channel, data: bytes | memoryview) -> None:
+        for byte in bytes(data):
+            if not is_over.wait(0.1):
+                self._socket.send(bytes([byte]))
+
+    if place == "hello":
+        monkeypatch.setattr(Credentials, "admit", lambda self, channel: trickle(channel, bytes([255] * 1000)))
+    else:
+        monkeypatch.setattr(Channel, "send", trickle)
+    started = time.monotonic()
+    assert decode.compute(request).num_cached_tokens == 0
+    assert time.monotonic() - started < 20, "it is over after half a second of a minute and more"
+    assert "too slow" in caplog.text or "timed out" in caplog.text
+    is_over.set()
 
 
 def test_addresses_that_others_reach_need_tls() -> None:
