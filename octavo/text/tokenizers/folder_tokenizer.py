@@ -1,4 +1,5 @@
-"""Read the tokenizer of a Hugging Face folder: tokenizer.json or tokenizer.model, and their configuration files.
+"""Read the tokenizer of a Hugging Face folder: tokenizer.json, tokenizer.model or strings by rank, and their
+configuration files.
 
 tokenizer.json decides which special tokens surround a text, as in transformers 5; ``add_bos_token`` and the like in
 tokenizer_config.json apply only to folders with a SentencePiece model instead.
@@ -15,6 +16,7 @@ import tokenizers
 from tokenizers import AddedToken
 
 from octavo.errors import CANCELLATIONS, CheckpointError
+from octavo.text.tokenizers import ranked_tokenizer
 from octavo.text.tokenizers.sentencepiece_model import SentencePieceModel
 from octavo.text.tokenizers.tokenizer_limits import TextLimits
 from octavo.text.tokenizers.tokenizer_parts import TokenizerParts, wrap_with_special_tokens
@@ -24,14 +26,15 @@ MAX_TOKENIZER_BYTES = 256 << 20
 MAX_CONFIG_BYTES = 16 << 20
 MODEL_NAME = "tokenizer.model"
 FILES = (
-    *("tokenizer.json", MODEL_NAME, "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
+    *("tokenizer.json", MODEL_NAME, ranked_tokenizer.TEKKEN, ranked_tokenizer.TIKTOKEN),
+    *("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
     *("config.json", "generation_config.json", "chat_template.json"),
 )
 """All files that are read here, but for templates."""
 _SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _LEAST_KNOWN = "".join(map(chr, (*range(0x800), *range(0x800, 0xD800, 64), *range(0x10000, 0x110000, 0x1000))))
 """A text with each byte that UTF-8 has, and with characters that few vocabularies have."""
-_OTHER_FORMS = ("vocab.json", "vocab.txt", "tekken.json", "tiktoken.model")
+_OTHER_FORMS = ("vocab.json", "vocab.txt")
 
 
 def read_parts(folder: Path) -> TokenizerParts | None:
@@ -39,11 +42,15 @@ def read_parts(folder: Path) -> TokenizerParts | None:
     config = _read_object(folder / "tokenizer_config.json")
     named = _special_tokens(config, _read_object(folder / "special_tokens_map.json"))
     declared = declared_tokens(config, _read_object(folder / "added_tokens.json"), folder)
+    template: str | None = None
     if (folder / "tokenizer.json").is_file():
         backend = _read_backend(folder / "tokenizer.json")
     elif (folder / MODEL_NAME).is_file():
         model = SentencePieceModel(folder / MODEL_NAME)
         backend, named = model.backend(config, declared), model.special_tokens() | named
+    elif (ranked := _read_ranked(folder, config, declared)) is not None:
+        backend, named, template = ranked.backend, ranked.special_tokens | named, ranked.template
+        config = {"add_bos_token": ranked.adds_bos, **config}
     else:
         _refuse_other_forms(folder)
         return None
@@ -56,15 +63,27 @@ def read_parts(folder: Path) -> TokenizerParts | None:
         backend=backend,
         special_tokens=named,
         eos_token_ids=_eos_token_ids(folder, backend, named),
-        chat_template=templates.get("default"),
+        chat_template=templates.get("default", template),
         tool_template=templates.get("tool_use"),
     )
+
+
+def _read_ranked(
+    folder: Path, config: Mapping[str, Any], declared: Mapping[int, AddedToken]
+) -> ranked_tokenizer.Ranked | None:
+    """The tokenizer of a folder that has its strings by rank, if it has one."""
+    if (folder / ranked_tokenizer.TEKKEN).is_file():
+        return ranked_tokenizer.read_tekken(folder / ranked_tokenizer.TEKKEN)
+    if (folder / ranked_tokenizer.TIKTOKEN).is_file():
+        return ranked_tokenizer.read_tiktoken(folder / ranked_tokenizer.TIKTOKEN, config, declared)
+    return None
 
 
 def _refuse_other_forms(folder: Path) -> None:
     for name in _OTHER_FORMS:
         if (folder / name).is_file():
-            raise CheckpointError(f"{folder}: has {name}; only tokenizer.json and {MODEL_NAME} can be read")
+            readable = ", ".join(("tokenizer.json", MODEL_NAME, ranked_tokenizer.TEKKEN))
+            raise CheckpointError(f"{folder}: has {name}; only {readable} and Kimi's tiktoken.model can be read")
 
 
 def _wrap(backend: tokenizers.Tokenizer, config: dict[str, Any], special_tokens: dict[str, str], folder: Path) -> None:
