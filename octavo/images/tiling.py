@@ -66,7 +66,7 @@ def fitted(image: Image.Image, settings: dict[str, Any]) -> Tiles:
 
 def in_parts(image: Image.Image, settings: dict[str, Any]) -> Tiles:
     """Tiles of an image that is large, its ratio nearly kept; and the entire image by the settings ``whole``. The
-    numbers are those of ``vision.parts.unpacked`` (LFM2-VL)."""
+    numbers are those of ``tower_parts.unpacked`` (LFM2-VL)."""
     side, (rows, columns) = settings["height"], (0, 0)
     tiles: list[Image.Image] = []
     if is_in_tiles(image.height, image.width, settings):
@@ -78,7 +78,7 @@ def in_parts(image: Image.Image, settings: dict[str, Any]) -> Tiles:
 
 def in_slices(image: Image.Image, settings: dict[str, Any]) -> Tiles:
     """Tiles of an image that is large, its ratio nearly kept, and the entire image, both of about the same area. The
-    numbers are those of ``vision.parts.unpacked`` (MiniCPM-V)."""
+    numbers are those of ``tower_parts.unpacked`` (MiniCPM-V)."""
     rows, columns = sliced_grid(image.height, image.width, settings)
     is_sliced = rows * columns > 0
     height, width = sliced(image.height, image.width, settings, grows=not is_sliced)
@@ -114,7 +114,7 @@ def in_padded_pinpoint(image: Image.Image, settings: dict[str, Any]) -> Tiles:
 
 def in_views(image: Image.Image, settings: dict[str, Any]) -> Tiles:
     """Tiles of an image that is larger than one, its ratio nearly kept; and the entire image in the middle of grey. The
-    numbers are those of ``vision.parts.unpacked`` (DeepSeek-OCR)."""
+    numbers are those of ``tower_parts.unpacked`` (DeepSeek-OCR)."""
     tile, side, (rows, columns) = settings["height"], settings["side"], (0, 0)
     tiles: list[Image.Image] = []
     if max(image.size) > tile and settings["most"] >= settings["least"]:

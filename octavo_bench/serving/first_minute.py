@@ -108,8 +108,7 @@ def figures_of(answers: Sequence[Streamed], ready: float, seconds: float) -> dic
     """Figures of the answers to requests that were sent from ``ready`` on, for ``seconds``.
 
     ``by_second`` has a row for each second of traffic: tokens, and the median and the 99th percentile of the time
-    between pieces. ``first_round_ratio``: the throughput of as many answers as there were clients at first, compared
-    with that of the second half.
+    between pieces. ``ratio_of_first_10_s``: the throughput of the first seconds, compared with that of the second half.
     """
     count = int(seconds)
     tokens = np.zeros(count)

@@ -256,7 +256,7 @@ def _serve(build: Build | None) -> int:
 
 
 def _build(build: Build | None, start: wire.Start, channel: EngineChannel) -> EngineLike | None:
-    """Build the engine and send ``Ready``; on failure send ``Failed`` and return ``None``."""
+    """Build the engine and send ``Ready``; on failure send ``BuildFailed`` and return ``None``."""
     try:
         config = _config(start)
         engine, info = (build or _default_build(config.model, start.expects_grammars))(config)

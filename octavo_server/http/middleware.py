@@ -2,8 +2,7 @@
 requests in turn, handles exceptions, writes the access log.
 
 Only the paths in ``OPEN_PATHS`` are exempt from the checks of API key and host name, and the console's files from that
-of the key. The checked path is the one that
-the router uses, so the two cannot disagree.
+of the key. The checked path is the one that the router uses, so the two cannot disagree.
 """
 
 from __future__ import annotations

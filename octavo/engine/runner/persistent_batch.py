@@ -22,7 +22,7 @@ class Needs:
     EXTRAS = 1
     """Penalties, biases, bans, masks or log-probabilities."""
     MASKS = 2
-    """A mask of allowed tokens for each step: see ``engine.restrictions``."""
+    """A mask of allowed tokens for each step: see ``types.Masks``."""
     ROWS = 4
     """Results of rows that are not sampled: embeddings, or log-probabilities of the prompt; or given experts."""
     LOGPROBS = 8

@@ -40,7 +40,8 @@ class WeightFormat:
     packs: bool = False
     """Whether weights of fewer bits than ``dtype`` stay so if there is a kernel; otherwise all become ``dtype``."""
     quantization: str | None = None
-    """To what unquantised linear maps are quantised while they are loaded: "fp8", "int8" or "int4"; see ``at_load``."""
+    """To what unquantised linear maps are quantised while they are loaded: "fp8", "int8" or "int4"; see
+    ``formats.online_quantization``."""
     quantizes_head: bool = False
     """Whether the map to logits, and an embedding that is tied to it, becomes int8 while loading, if it is not
     quantised."""
