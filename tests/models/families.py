@@ -491,13 +491,13 @@ ROWS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "deepseek_v3/groups": ("deepseek_v3", {**DEEPSEEK, "n_group": 4, "topk_group": 2}),
+    "deepseek_v3/none_shared": ("deepseek_v3", {**DEEPSEEK, "n_shared_experts": 0, "n_group": 4, "topk_group": 3}),
     "deepseek_v3/half_split": (
         "deepseek_v3",
         {
             **DEEPSEEK,
             **rope("yarn", factor=4.0, original_max_position_embeddings=100, mscale=1.0, mscale_all_dim=1.0),
             "rope_interleave": False,
-            "n_shared_experts": 0,
             "n_group": 1,
             "topk_group": 1,
             "norm_topk_prob": False,
