@@ -53,7 +53,7 @@ BOUNDS = {
     "lines of octavo_kernels": Bound(24_500, 600),
     "lines of octavo_server": Bound(23_200, 1_500),
     "lines of octavo_fleet": Bound(10_150, 900),
-    "lines of octavo_bench": Bound(12_800, 1_200),
+    "lines of octavo_bench": Bound(12_760, 1_200),
     "small modules with one importer, in their own folder": Bound(23, 4),
     "files that a chat request enters": Bound(29, 4),
     "files that a request enters in the engine process": Bound(47, 4),
