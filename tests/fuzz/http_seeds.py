@@ -32,6 +32,14 @@ def part(name: str, content: str, file: str = "") -> str:
 UPLOAD = part("purpose", "batch") + part("file", json.dumps(LINE) + "\n", '; filename="a.jsonl"') + "--XX--\r\n"
 STREAMED = {"prompt": "Hi", "n": 2, "max_tokens": 6, "stream": True}
 STREAMED_CHAT = {"messages": MESSAGES, "max_tokens": 6, "stream": True}
+SCHEMA = {"type": "OBJECT", "properties": {"a": {"type": "STRING", "maxLength": "9"}}, "propertyOrdering": ["a"]}
+GEMINI = {
+    "contents": [{"role": "user", "parts": [{"text": "Hi"}, {"functionResponse": {"response": {"output": "4"}}}]}],
+    "systemInstruction": {"parts": [{"text": "Be brief."}]},
+    "tools": [{"functionDeclarations": [{"name": "f", "parameters": SCHEMA}]}],
+    "toolConfig": {"functionCallingConfig": {"mode": "ANY", "allowedFunctionNames": ["f"]}},
+    "generationConfig": {"maxOutputTokens": 4, "responseSchema": SCHEMA, "thinkingConfig": {"thinkingBudget": 2}},
+}
 TRACE = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
 KEPT = {"idempotency_key": "k{once}"}
 
@@ -46,6 +54,11 @@ SEEDS: list[list[dict[str, Any]]] = [
             "/v1/chat/completions",
             {"messages": MESSAGES, "max_tokens": 4, "stream": True, "logprobs": True, "top_logprobs": 2},
         ),
+    ],
+    [
+        post("/v1beta/models/test:generateContent", GEMINI),
+        post("/v1beta/models/test:streamGenerateContent?alt=sse", GEMINI),
+        post("/v1beta/models/test:countTokens", GEMINI),
     ],
     [post("/v1/chat/completions", {"messages": MESSAGES, "guided_choice": ["yes", "no"], "max_completion_tokens": 4})],
     [

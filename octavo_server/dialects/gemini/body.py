@@ -32,6 +32,7 @@ RESULTS = {"output": "", "result": "", "error": "Error: "}
 """Names under which clients send a result that is no object, and what the model reads in front of it."""
 _STANDARD = str.maketrans("-_", "+/")
 """From the alphabet of base64 for URLs, in which Google's Python client writes."""
+_NUMBER = re.compile("[0-9]{1,19}")
 _WORD = re.compile("(?<=[a-z0-9])_([a-z])")
 
 T = TypeVar("T")
@@ -238,11 +239,11 @@ def json_schema(given: Any) -> Any:
         if name == "type" and isinstance(value, str):
             found[name] = value.lower()
         elif name in ("properties", "$defs") and isinstance(value, dict):
-            order = [key for key in schema.get("propertyOrdering", ()) if key in value]
+            order = [key for key in listed(schema.get("propertyOrdering")) if isinstance(key, str) and key in value]
             found[name] = {key: json_schema(value[key]) for key in dict.fromkeys((*order, *value))}
         elif name in ("items", "additionalProperties", "anyOf"):
             found[name] = json_schema(value)
-        elif name.startswith(("min", "max")) and isinstance(value, str) and value.isdigit():
+        elif name.startswith(("min", "max")) and isinstance(value, str) and _NUMBER.fullmatch(value):
             found[name] = int(value)  # this API writes numbers of 64 bits as text
         elif name not in ("nullable", "propertyOrdering", "example"):
             found[name] = value

@@ -368,3 +368,20 @@ def test_through_a_proxy(server: Served) -> None:
     for proxy in proxies:
         proxy.stop()
     raw.close()
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        *({"propertyOrdering": value} for value in (5, True, [["a"]], [{}], "a", {"a": 1})),
+        *(
+            {"properties": {"a": {"type": "STRING", "maxLength": digits}}}
+            for digits in ("\u00b2", "9" * 5000, "\u0665")
+        ),
+    ],
+)
+def test_a_schema_of_any_values_is_answered(server: Served, wrong: dict[str, Any]) -> None:
+    schema = {"type": "OBJECT", "properties": {"a": {"type": "STRING"}}, **wrong}
+    declared = {"tools": [{"functionDeclarations": [{**ADD, "parameters": schema}]}]}
+    for body in (config(responseMimeType="application/json", responseSchema=schema), {**config(), **declared}):
+        assert post(server, **body).status_code in (200, 400)
