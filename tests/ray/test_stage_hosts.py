@@ -236,7 +236,7 @@ def test_replicas_of_ray_serve_have_hosts_of_their_own(cluster: Any, model: Path
         """The text of a stream, in which something is done after the first token."""
         text, url = "", f"http://127.0.0.1:{port}/v1/completions"
         with httpx.stream("POST", url, json=body, timeout=SECONDS, trust_env=False) as response:
-            for line in filter(None, response.iter_lines()):
+            for line in (line for line in response.iter_lines() if line.startswith("data: ")):
                 if line == "data: [DONE]":
                     return text
                 if not text:
