@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import re
 from collections.abc import Iterator, Sequence
@@ -57,6 +58,17 @@ def resolve_model(settings: ModelSettings, patterns: Sequence[str] | None = None
         patterns = PYTORCH_FILES if settings.load_format == "pt" else FETCHED_FILES
         patterns = TOKENIZER_FILES if settings.backend == "grpc" else patterns
     return _fetch_from_hub(settings, list(patterns))
+
+
+def by_hub_name(settings: ModelSettings) -> ModelSettings:
+    """For a folder in another machine's cache of the hub, the settings by which this machine fetches the same files."""
+    path = Path(settings.model)
+    if path.exists() or path.parent.name != "snapshots":
+        return settings
+    kind, *owner_and_name = path.parent.parent.name.split("--")
+    if kind != "models" or not owner_and_name:
+        return settings
+    return dataclasses.replace(settings, model="/".join(owner_and_name), revision=path.name)
 
 
 def is_offline(settings: ModelSettings) -> bool:

@@ -8,6 +8,7 @@ each engine. The actors get them from Ray, as the arguments of a call.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import datetime
 import logging
 import os
@@ -26,6 +27,7 @@ from octavo.ops.device_backend import Check
 from octavo.runtime.ranks.node_link import REPORT_SECONDS, START_LOOK_SECONDS
 from octavo.system.cpus import default_num_threads
 from octavo.telemetry.logs import current_format, current_level, log_to_stderr
+from octavo.weights.hub import by_hub_name
 from octavo_fleet.ray.settings import GROUP_VARIABLE
 
 try:
@@ -59,7 +61,8 @@ class StageHost:
         log_to_stderr(level, form)
         with _file_of(certificate) as path:
             try:
-                serve_stages(EngineConfig.from_flat({**flat, "node_ssl_ca_certs": path}))
+                config = EngineConfig.from_flat({**flat, "node_ssl_ca_certs": path})
+                serve_stages(dataclasses.replace(config, model=by_hub_name(config.model)))
             except OctavoError as error:
                 return str(error)
 

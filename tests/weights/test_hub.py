@@ -5,11 +5,12 @@ from typing import Any
 
 import huggingface_hub
 import pytest
+from huggingface_hub.file_download import repo_folder_name
 
 from octavo.config import ModelSettings
 from octavo.errors import ConfigError
 from octavo.weights import default_model
-from octavo.weights.hub import resolve_model
+from octavo.weights.hub import by_hub_name, resolve_model
 
 
 def test_what_exists_is_taken_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -45,6 +46,16 @@ def test_an_id_on_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     resolve_model(ModelSettings(model="owner/name", load_format="pt"))
     assert "*.bin" in asked["allow_patterns"]
     assert "*.safetensors" not in asked["allow_patterns"]
+
+
+@pytest.mark.parametrize("name", ["owner/name", "a.b/model-1_x", "gpt2"])
+def test_a_folder_of_another_machines_cache(name: str, tmp_path: Path) -> None:
+    folder = tmp_path / repo_folder_name(repo_id=name, repo_type="model") / "snapshots" / "0123abc"
+    found = by_hub_name(ModelSettings(model=str(folder), offline=True))
+    assert found == ModelSettings(model=name, revision="0123abc", offline=True)
+    folder.mkdir(parents=True)
+    for model in (folder, tmp_path / "missing", folder / "missing", tmp_path / "snapshots" / "missing"):
+        assert by_hub_name(ModelSettings(model=str(model))).model == str(model)
 
 
 def test_the_hub_says_no(monkeypatch: pytest.MonkeyPatch) -> None:
