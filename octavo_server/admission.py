@@ -24,6 +24,7 @@ from octavo.errors import ContextLengthExceeded, DeadlineExceeded, InvalidParame
 from octavo.grammar.forms import FormError
 from octavo.grammar.trial_queue import GrammarRefused, TrialQueue
 from octavo.grammar.vocabulary import PackedVocabulary
+from octavo.images.media_sources import Part
 from octavo.images.preparer import PreparedMedia, read_by_model
 from octavo.sampling_params import SamplingParams, choice_key, resolve_max_tokens
 from octavo.server_settings import ServerSettings
@@ -45,7 +46,7 @@ from octavo.types import KVTransfer, Request, Task, ThinkingBudget
 from octavo_server.engines.engine_client import EngineClient
 from octavo_server.generation import Generation, Prompt
 from octavo_server.http.error_responses import RETRY_AFTER_SECONDS
-from octavo_server.image_files import ImageFiles, Part, ReadFile
+from octavo_server.image_files import ImageFiles, ReadFile
 from octavo_server.tenants.api_keys import Caller, has_share
 from octavo_server.tenants.turn_queue import Places
 
