@@ -40,6 +40,7 @@ from octavo_server.dialects.native import (
     sglang,
     tgi,
     token_ids,
+    transcriptions,
 )
 from octavo_server.dialects.ollama import endpoints as ollama
 from octavo_server.dialects.ollama import model_endpoints as ollama_models
@@ -80,7 +81,7 @@ PARTS = (
     *(completions, chat, messages, message_batches, responses, conversations, files, batches, durable),
     *(embeddings, scoring, classification, tei, adapter_endpoints, models, tokenize, render, derender, probes),
     *(live, explanations, sleep, weights, token_ids, sessions, admin, generate, sglang, infer, tgi, sagemaker),
-    *(ollama, ollama_models, gemini),
+    *(ollama, ollama_models, gemini, transcriptions),
 )
 
 

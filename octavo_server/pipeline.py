@@ -21,7 +21,7 @@ from starlette.responses import Response
 from octavo.errors import RequestError
 from octavo_server.admission import ClientRequest
 from octavo_server.generation import IDEMPOTENCY_KEY, EventWriter, GeneratedChoice, Generation
-from octavo_server.http.endpoint import Endpoint
+from octavo_server.http.endpoint import JSON, Endpoint
 from octavo_server.http.error_responses import ERROR, ErrorForm
 from octavo_server.http.request_body import BodyDecoder
 from octavo_server.http.response import EventStream, encode, finished_choices, json_response
@@ -57,6 +57,8 @@ class Submission:
     is_streamed: bool
     stream: Callable[[Generation, EventWriter, Mapping[str, str]], EventStream] = EventStream
     """The form of a stream: its headers, its end, its errors."""
+    respond: Callable[[object, Mapping[str, str]], Response] = json_response
+    """Sends an answer that is not streamed, with its headers."""
     is_large: bool = False
     """Whether the answer that is not streamed may be megabytes of JSON, which is rendered in a thread."""
     is_resumable: bool = False
@@ -69,6 +71,9 @@ class Submission:
 
 class Dialect(Generic[Body]):
     """One kind of body, and how it is answered."""
+
+    MEDIA_TYPE = JSON
+    """Of the body."""
 
     def __init__(
         self,
@@ -89,7 +94,7 @@ class Dialect(Generic[Body]):
 
     def endpoint(self, path: str, summary: str, name: str, errors: ErrorForm = ERROR) -> Endpoint:
         """The endpoint to which such bodies are posted; ``name`` is the id of the operation."""
-        return Endpoint("POST", path, self.serve, summary, self._decoder.documented, name, errors)
+        return Endpoint("POST", path, self.serve, summary, self._decoder.documented, name, errors, self.MEDIA_TYPE)
 
     async def serve(self, request: Request) -> Response:
         """The response to a request. Raises ``RequestError``."""
@@ -134,7 +139,7 @@ class Dialect(Generic[Body]):
             shown = answer.unstreamed(choices)
         if asked.keep is not None:
             await asked.keep()
-        return json_response(shown, headers)
+        return asked.respond(shown, headers)
 
 
 def _version_of(choices: Sequence[GeneratedChoice], services: ModelServices) -> dict[str, str]:

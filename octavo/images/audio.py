@@ -37,6 +37,9 @@ class AudioForm:
     """The embeddings of so many samples."""
     most_seconds: float
     least_samples: int = LEAST_SAMPLES
+    language_end: str = ""
+    """Of a model that only transcribes, and is asked by audio without words: what is in its answers between the
+    language, ``language English``, and the transcript."""
 
     @property
     def written(self) -> str:
@@ -126,7 +129,8 @@ def _qwen3(inner: Mapping[str, Any], given: Mapping[str, Any]) -> AudioForm:
 
 def _qwen3_asr(inner: Mapping[str, Any], given: Mapping[str, Any]) -> AudioForm:
     least = int(given.get("min_length", RATE // 2))
-    return dataclasses.replace(_qwen3(inner, given), token=151_676, least_samples=max(least, LEAST_SAMPLES))
+    least = max(least, LEAST_SAMPLES)
+    return dataclasses.replace(_qwen3(inner, given), token=151_676, least_samples=least, language_end="<asr_text>")
 
 
 def _voxtral(inner: Mapping[str, Any], given: Mapping[str, Any]) -> AudioForm:

@@ -7,6 +7,7 @@ the same words, in a form that it knows.
 from __future__ import annotations
 
 import copy
+import dataclasses
 import re
 import secrets
 import time
@@ -67,6 +68,11 @@ class ChatPrompt:
         guarded = self.guarded and (self.guarded[0], filled(self.guarded[1]), self.guarded[2])
         return ChatPrompt(filled(self.text), filled(self.seen), guarded, self.images)
 
+    def followed_by(self, text: str) -> ChatPrompt:
+        """The prompt with the beginning of an answer, which is no text of a client."""
+        guarded = self.guarded and (self.guarded[0], self.guarded[1] + text, self.guarded[2])
+        return dataclasses.replace(self, text=self.text + text, seen=self.seen + text, guarded=guarded)
+
     def encode(self, tokenizer: Tokenizer, add_special_tokens: bool = False) -> list[int]:
         """Token ids. Raises ``InvalidParameter`` as ``Tokenizer.encode`` does."""
         if self.guarded is None:
@@ -116,6 +122,7 @@ class Conversation:
     image_text: ImageText | None = None
     """``None`` for a model that takes no images: they are refused."""
     _marks: ImageMarks | None = field(init=False, default=None)
+    _answer_start: str = field(init=False, default="")
 
     def __post_init__(self) -> None:
         if self.continue_final_message and self.add_generation_prompt:
@@ -140,7 +147,13 @@ class Conversation:
 
     def __call__(self) -> ChatPrompt:
         """See ``prompt``."""
-        return self.prompt()
+        return self.prompt().followed_by(self._answer_start)
+
+    def begun(self, text: str) -> Conversation:
+        """The same, with an answer that begins with ``text``, which is none of a client."""
+        found = copy.copy(self)  # which is checked already
+        object.__setattr__(found, "_answer_start", text)
+        return found
 
     def prompt(self) -> ChatPrompt:
         """Render the prompt. Runs the template, so call it in a thread."""

@@ -15,6 +15,7 @@ from starlette.routing import Route
 
 from octavo_server.http.error_responses import ERROR, ErrorForm
 
+JSON = "application/json"
 _SCHEMAS = "#/components/schemas/"
 
 _FAILURES = {
@@ -28,7 +29,7 @@ _FAILURES = {
 
 
 class Endpoint(Route):
-    """A route with its OpenAPI metadata; ``body`` is the type of its JSON body."""
+    """A route with its OpenAPI metadata; ``body`` is the type of its body."""
 
     def __init__(
         self,
@@ -39,17 +40,19 @@ class Endpoint(Route):
         body: type[msgspec.Struct] | None = None,
         name: str | None = None,
         errors: ErrorForm = ERROR,
+        media_type: str = JSON,
     ) -> None:
-        """``name`` is the id of the operation; by default, the name of ``answer``."""
+        """``name`` is the id of the operation; by default, the name of ``answer``. ``media_type`` is the body's."""
         super().__init__(path, answer, methods=[method], name=name)
         self.method = method
         self.summary = summary
         self.body = body
         self.errors = errors
+        self.media_type = media_type
 
     def operation(self) -> dict[str, Any]:
         """The OpenAPI operation object."""
-        failure = _json(self.errors.name)
+        failure = _content(self.errors.name)
         responses: dict[str, Any] = {"200": {"description": "Done"}}
         if self.body is not None:
             responses |= {str(status): {"description": text, **failure} for status, text in _FAILURES.items()}
@@ -61,7 +64,7 @@ class Endpoint(Route):
                 for name in self.param_convertors
             ]
         if self.body is not None:
-            operation["requestBody"] = {"required": True, **_json(self.body.__name__)}
+            operation["requestBody"] = {"required": True, **_content(self.body.__name__, self.media_type)}
         return operation
 
 
@@ -93,5 +96,5 @@ def _let_be_null(schema: dict[str, Any]) -> None:
             schema["properties"][name] = {"anyOf": [field, {"type": "null"}], **default}
 
 
-def _json(schema: str) -> dict[str, Any]:
-    return {"content": {"application/json": {"schema": {"$ref": _SCHEMAS + schema}}}}
+def _content(schema: str, media_type: str = JSON) -> dict[str, Any]:
+    return {"content": {media_type: {"schema": {"$ref": _SCHEMAS + schema}}}}

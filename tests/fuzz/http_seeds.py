@@ -30,6 +30,7 @@ def part(name: str, content: str, file: str = "") -> str:
 
 
 UPLOAD = part("purpose", "batch") + part("file", json.dumps(LINE) + "\n", '; filename="a.jsonl"') + "--XX--\r\n"
+SOUND = part("language", "en") + part("temperature", "0.5") + part("file", "RIFF", '; filename="a.wav"') + "--XX--\r\n"
 STREAMED = {"prompt": "Hi", "n": 2, "max_tokens": 6, "stream": True}
 STREAMED_CHAT = {"messages": MESSAGES, "max_tokens": 6, "stream": True}
 SCHEMA = {"type": "OBJECT", "properties": {"a": {"type": "STRING", "maxLength": "9"}}, "propertyOrdering": ["a"]}
@@ -96,6 +97,7 @@ SEEDS: list[list[dict[str, Any]]] = [
         get("/v1/files?limit=2&after={file}&order=asc&purpose=batch"),
         delete("/v1/files/{file}"),
     ],
+    [post("/v1/audio/transcriptions", SOUND, content_type=FORM)],
     [post("/sleep?level=1&mode=wait&model=test"), get("/is_sleeping?model=test"), post("/wake_up?model=test")],
     [post("/v1/messages", {"model": "other", "messages": MESSAGES[1:], "max_tokens": 3, "stream": True})],
     [post("/v1/messages/count_tokens", {"messages": MESSAGES[1:], "tools": [{"name": "f", "input_schema": {}}]})],
