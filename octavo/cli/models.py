@@ -55,7 +55,7 @@ def families() -> Iterator[tuple[str, str, str, str, str]]:
     from octavo.models.features import features
     from octavo.models.multimodal_text import TEXT_MODELS, TEXT_PARTS
     from octavo.models.registry import ARCHITECTURES
-    from octavo.models.vision.towers import TOWERS
+    from octavo.models.vision.towers import AUDIO_TOWERS, TOWERS
     from octavo.weights.gguf.gguf_checkpoint import ALL_FAMILIES
 
     in_gguf: dict[str, str] = {}
@@ -76,12 +76,9 @@ def families() -> Iterator[tuple[str, str, str, str, str]]:
     for name, kind in TEXT_PARTS.items():
         text = TEXT_MODELS[kind][0]
         maps, windows, _ = shown[text]
-        reads = (
-            f"Text and images, by default with {text}."
-            if name in TOWERS
-            else f"Its text model only, by default {text}."
-        )
-        yield name, "-", maps, windows, reads
+        media = [kind for kind, towers in (("images", TOWERS), ("audio", AUDIO_TOWERS)) if name in towers]
+        reads = f"{' and '.join(', '.join(['Text', *media]).rsplit(', ', 1))}, by default with"
+        yield name, "-", maps, windows, f"{reads if media else 'Its text model only, by default'} {text}."
     alone = {name: family for name, family in ENCODERS.items() if not name.startswith(tuple(ENCODER_FAMILIES))}
     with_heads = {f"{family}{CLASSES[0]}": encoder for family, encoder in ENCODER_FAMILIES.items()}
     heads = f" With {', '.join(CLASSES[1:])}."
