@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from octavo.errors import CheckpointError
-from octavo.images.audio import read_audio_form
+from octavo.images.audio import RATE, read_audio_form
 from octavo.images.pixel_scaling import (
     CLIP_DEVIATION,
     CLIP_MEAN,
@@ -51,6 +51,7 @@ logger = logging.getLogger(__name__)
 LINE_TOKENS = {"Ċ": LINE, "ĊĊ": LINES}
 """By what byte-level vocabularies have for them."""
 LLAVA_POINTS = [[336, 672], [672, 336], [672, 672], [1008, 336], [336, 1008]]
+FEW_SLOTS = 4096
 GLM_SIZE = {"shortest_edge": 112 * 112, "longest_edge": 28 * 28 * 15_000}
 
 
@@ -65,7 +66,12 @@ def read_processor(folder: Path) -> ImageProcessor | None:
     Raises ``CheckpointError`` naming what is missing or wrong.
     """
     try:
-        return _processor(folder)
+        found = _processor(folder)
+        if found is not None:  # what sizes no arithmetic goes with is known before a request comes
+            found.limited(FEW_SLOTS)
+            if found.audio is not None and not found.audio.count(RATE) > 0:
+                raise ValueError("a second of audio has no embeddings")
+        return found
     except CheckpointError:
         raise
     except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:

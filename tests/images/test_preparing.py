@@ -363,6 +363,11 @@ def test_a_vocabulary_without_the_tokens_of_tiles_has_no_images(
         ({}, {"image_mean": [0.5] * 4}),
         ({}, {"image_std": [0.5, 0.0, 0.5]}),
         ({"architectures": {"a": 1}}, {}),
+        ({"architectures": ["DeepseekOcr2ForConditionalGeneration"]}, {"tile_size": 3}),
+        ({"architectures": ["LlavaOnevisionForConditionalGeneration"]}, {"image_grid_pinpoints": 2}),
+        ({"architectures": ["GotOcr2ForConditionalGeneration"], "vision_config": {"patch_size": 10**30}}, {}),
+        ({"architectures": ["Qwen3OmniMoeForConditionalGeneration"], "audio_config": {"n_window": 0}}, {}),
+        ({"architectures": ["VoxtralForConditionalGeneration"], "audio_config": {"hidden_size": -5120}}, {}),
     ],
 )
 def test_wrong_types_are_errors_of_the_checkpoint(
