@@ -154,7 +154,7 @@ def test_the_chat_template_of_a_model_with_a_processor(tmp_path: Path) -> None:
 def test_no_tokenizer_is_none_but_another_form_is_refused(tmp_path: Path) -> None:
     assert load_tokenizer(tmp_path) is None
     (tmp_path / "vocab.json").write_bytes(b"{}")
-    with pytest.raises(CheckpointError, match=r"has vocab\.json; only tokenizer\.json and tokenizer\.model can"):
+    with pytest.raises(CheckpointError, match=r"has vocab\.json; only tokenizer\.json, tokenizer\.model, tekken\.json"):
         load_tokenizer(tmp_path)
 
 
