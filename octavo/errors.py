@@ -25,6 +25,8 @@ so the server, the offline API and the tests share one object per failure.
 from __future__ import annotations
 
 import asyncio
+import contextlib
+from collections.abc import Callable, Iterator
 
 CANCELLATIONS = (asyncio.CancelledError, GeneratorExit, KeyboardInterrupt, SystemExit)
 """What ends code from outside. All else that is raised is a failure of the code itself, also the panic of a library in
@@ -33,7 +35,28 @@ Rust, which is no ``Exception``. So what handles any failure is written
     except CANCELLATIONS:
         raise
     except BaseException as error:
-"""
+
+or, where another error takes the place of it, with ``failures_as``."""
+
+
+@contextlib.contextmanager
+def failures_as(make: Callable[[BaseException], Exception], *kept: type[BaseException]) -> Iterator[None]:
+    """Raise what ``make`` makes of any failure in this block, as of a library with errors of many kinds; those of the
+    kinds ``kept`` stay as they are."""
+    try:
+        yield
+    except CANCELLATIONS:
+        raise
+    except kept:
+        raise
+    except BaseException as error:
+        raise make(error) from None
+
+
+def first_line_of(error: BaseException) -> str:
+    """The first line of an error's message that has words, or its kind."""
+    lines = (line.strip() for line in str(error).splitlines())
+    return next(filter(None, lines), type(error).__name__)
 
 
 class OctavoError(Exception):

@@ -14,13 +14,13 @@ their digests: one that was changed is noticed. Needs the package ``nixl``, whic
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import logging
 import threading
 import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import msgspec
@@ -30,7 +30,7 @@ import numpy.typing as npt
 from octavo.cache.held_blocks import HeldBlocks
 from octavo.cache.kv_channel import MAX_MESSAGE_BYTES, Fetcher, HoldingServer, plain_memory
 from octavo.config import CacheSettings
-from octavo.errors import CANCELLATIONS, ConfigError, OctavoError
+from octavo.errors import CANCELLATIONS, ConfigError, OctavoError, failures_as
 from octavo.system.channel import Channel, ChannelError
 from octavo.system.shared_arena import Slot
 
@@ -81,7 +81,7 @@ class NixlAgent:
         """Pieces into which others may still be read, and what reads them."""
         self._lock = threading.Lock()
 
-    @contextlib.contextmanager
+    @contextmanager
     def memory(self, size: int) -> Iterator[Piece]:
         """Registered memory of at least so many bytes. Raises ``ChannelError`` if there cannot be more."""
         with self._lock:
@@ -167,15 +167,9 @@ class NixlAgent:
             logger.warning("NIXL does not release a transfer: %s: %s", type(error).__name__, error)
 
 
-@contextlib.contextmanager
-def _failures_as(kind: type[OctavoError], what: str) -> Iterator[None]:
+def _failures_as(kind: type[OctavoError], what: str) -> AbstractContextManager[None]:
     """Raise failures of NIXL, which have classes of its own, as ``kind``."""
-    try:
-        yield
-    except CANCELLATIONS:
-        raise
-    except BaseException as error:
-        raise kind(f"{what}: {type(error).__name__}: {error}") from None
+    return failures_as(lambda error: kind(f"{what}: {type(error).__name__}: {error}"))
 
 
 class NixlServer(HoldingServer):

@@ -13,7 +13,7 @@ import numpy.typing as npt
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, regex_to_lark
 from llguidance.gbnf_to_lark import any_to_lark
 
-from octavo.errors import CANCELLATIONS
+from octavo.errors import failures_as
 from octavo.grammar.closing import closed
 from octavo.grammar.exact_numbers import MAX_EXACT, Inexact, parts_of_schema
 from octavo.grammar.forms import WEAKENS, FormError, Part, parts_of, text_of, weakened_in
@@ -98,12 +98,8 @@ def _normalised_part(part: Part, place: int) -> list[Part]:
         # \d matches ASCII digits only, as clients mean it; consumers of the output seldom accept others.
         part["lark_grammar"] = f"start: /{regex_to_lark(part.pop('regex'), 'd')}/"
     elif "gbnf" in part:
-        try:
+        with failures_as(lambda error: GrammarError(f"is not a grammar: {first_line(str(error))}")):
             part["lark_grammar"] = any_to_lark(part.pop("gbnf"))
-        except CANCELLATIONS:
-            raise
-        except BaseException as error:  # the library raises several kinds, the bare class among them
-            raise GrammarError(f"is not a grammar: {first_line(str(error))}") from None
         _check_inline_schemas(part["lark_grammar"])
     return [part, *further]
 

@@ -5,12 +5,12 @@ Each rule is that of the family's own processor, as published with its checkpoin
 
 from __future__ import annotations
 
-import contextlib
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
-from octavo.errors import CANCELLATIONS
+from octavo.errors import failures_as
 
 MOST_RATIO = 200
 """Of the sides of an image."""
@@ -20,17 +20,9 @@ class ImageRefused(ValueError):
     """An image that cannot be prepared. The message is for the client."""
 
 
-@contextlib.contextmanager
-def refusing(message: str) -> Iterator[None]:
+def refusing(message: str) -> AbstractContextManager[None]:
     """Raise ``ImageRefused`` with ``message`` for whatever a damaged file makes a library raise in this block."""
-    try:
-        yield
-    except (MemoryError, ImageRefused):
-        raise
-    except CANCELLATIONS:
-        raise
-    except BaseException as error:
-        raise ImageRefused(f"{message} ({type(error).__name__})") from None
+    return failures_as(lambda error: ImageRefused(f"{message} ({type(error).__name__})"), MemoryError, ImageRefused)
 
 
 def refuse_long(height: int, width: int) -> None:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from octavo.engine.protocols import Grammars
-from octavo.errors import CANCELLATIONS, InvalidParameter, RequestError
+from octavo.errors import InvalidParameter, RequestError, failures_as
 from octavo.images.preparer import ImagePreparer, placed
 from octavo.images.processors import ImageProcessor, PreparedClip, PreparedImage
 from octavo.llm.image_inputs import MEDIA_KEYS, audio_file_of, audio_of, file_of, files_of, images_of, videos_of
@@ -106,14 +106,8 @@ def check_grammars(prompts: Sequence[Checked], grammars: Grammars) -> None:
     """Compile every grammar, which the engine caches; raise ``InvalidParameter`` for one that cannot be used."""
     distinct = {prompt.params.grammar: prompt for prompt in prompts if prompt.params.grammar is not None}
     for prompt in distinct.values():
-        try:
+        with failures_as(lambda e: InvalidParameter("grammar", f"'grammar' {str(e).rstrip('.')}."), RequestError):
             grammars.prepare(Request(0, prompt.tokens, prompt.params, prompt.max_tokens)).result()
-        except RequestError:
-            raise
-        except CANCELLATIONS:
-            raise
-        except BaseException as error:  # whatever the grammar library raises
-            raise InvalidParameter("grammar", f"'grammar' {str(error).rstrip('.')}.") from None
 
 
 class TokenizedText(NamedTuple):

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from octavo.config import DEFAULT_MODEL, ModelSettings
-from octavo.errors import ConfigError
+from octavo.errors import ConfigError, first_line_of
 from octavo.weights.gguf.hub_gguf import fetch_gguf, parse_hub_gguf
 from octavo.weights.gguf.split_files import gguf_in, parts_of
 
@@ -100,8 +100,7 @@ def _hub_errors(name: str) -> Iterator[None]:
     try:
         yield
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, httpx.HTTPError, OSError) as error:
-        lines = str(error).strip().splitlines() or [type(error).__name__]
         raise ConfigError(
-            f"model: {name!r} does not exist here, and the Hugging Face hub does not give it ({lines[0]}). "
+            f"model: {name!r} does not exist here, and the Hugging Face hub does not give it ({first_line_of(error)}). "
             "Give the path of a folder or of a GGUF file, or check the name, the network and the access rights"
         ) from error

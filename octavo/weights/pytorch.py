@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from octavo.errors import CANCELLATIONS, CheckpointError
+from octavo.errors import CheckpointError, failures_as, first_line_of
 from octavo.weights.folder import find_file, read_json
 from octavo.weights.safetensors import DTYPE_NAMES, DTYPES, parse_weight_map, read_configs
 
@@ -106,13 +106,9 @@ def _read(folder: Path, name: str) -> dict[str, torch.Tensor]:
     path = find_file(folder, name)
     if path is None:
         raise CheckpointError(f"{shown}: does not exist")
-    try:
+    what = f"{shown}: not a PyTorch file of tensors alone"
+    with failures_as(lambda error: CheckpointError(f"{what}: {first_line_of(error)[:200]}")):
         content: Any = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
-    except CANCELLATIONS:
-        raise
-    except BaseException as error:  # the unpickler raises whatever a malformed file leads to
-        reason = str(error).strip().splitlines() or [type(error).__name__]
-        raise CheckpointError(f"{shown}: not a PyTorch file of tensors alone: {reason[0][:200]}") from error
     container = next(
         (key for key in CONTAINERS if isinstance(content, dict) and isinstance(content.get(key), dict)), ""
     )

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from octavo.errors import CANCELLATIONS, CheckpointError, ConfigError
+from octavo.errors import CANCELLATIONS, CheckpointError, ConfigError, failures_as, first_line_of
 from octavo.models.layer_cache import LayerCacheSpec
 from octavo.models.model_config import ModelConfig
 from octavo.models.registry import LoadedModel
@@ -64,20 +64,16 @@ class TransformersConfig(ModelConfig):
 
 def load_transformers(path: Path, form: WeightFormat, max_len: int | None) -> TransformersConfig:
     """Load a model from a folder or GGUF file. Raises ``ConfigError`` without the library, and ``CheckpointError``."""
-    try:
+    with failures_as(
+        lambda error: CheckpointError(f"{path}: transformers cannot load it: {first_line_of(error)}"),
+        *(CheckpointError, ConfigError),
+    ):
         result: Any = pretrained(
             path,
             dtype=form.dtype,
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # which are refused below, by name
         )
-    except (CheckpointError, ConfigError):
-        raise
-    except CANCELLATIONS:
-        raise
-    except BaseException as error:  # any error of the library's code
-        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
-        raise CheckpointError(f"{path}: transformers cannot load it: {reason}") from None
     model, told = result
     _check_tensors(path, told)
     if OF_PROMPTS in (getattr(model.config.get_text_config(), "layer_types", None) or ()):
@@ -182,13 +178,9 @@ def _check_tensors(path: Path, told: Mapping[str, Any]) -> None:
 
 def _first_pass(model: Any) -> None:
     """Run the whole model, which makes weights of compressed-tensors dense. Raises ``CheckpointError`` if it fails."""
-    try:
+    with failures_as(lambda error: _not_served(model, f"its forward pass fails: {error}")):
         text = _texts(model)[-1]
         model(input_ids=text.unsqueeze(0), use_cache=False)
-    except CANCELLATIONS:
-        raise
-    except BaseException as error:  # any error of the library's code
-        raise _not_served(model, f"its forward pass fails: {error}") from None
 
 
 def _config(
@@ -294,7 +286,7 @@ def _paged(model: Any) -> PagedTransformer:
         model.set_attn_implementation(before)
         if isinstance(error, NotPaged):
             raise
-        raise NotPaged(f"its code fails with attention over blocks: {_first_line(error)}") from error
+        raise NotPaged(f"its code fails with attention over blocks: {first_line_of(error)}") from error
 
 
 def _why_it_differs(
@@ -307,13 +299,9 @@ def _why_it_differs(
     except CANCELLATIONS:
         raise
     except BaseException as error:  # any error of the library's code
-        return f"its code fails with attention over blocks: {_first_line(error)}"
+        return f"its code fails with attention over blocks: {first_line_of(error)}"
     difference = max(trial.difference(expected, found), of_logits)
     return "" if difference < bound else f"the trial differs by {difference:.1g}"  # also if it is not a number
-
-
-def _first_line(error: BaseException) -> str:
-    return next(iter(str(error).splitlines()), type(error).__name__)
 
 
 def _texts(model: Any) -> list[Tensor]:
@@ -346,7 +334,7 @@ def _own_cache(model: Any) -> OwnCacheTransformer:
             raise
         except BaseException as error:  # any error of the library's code
             logger.debug("%s: %s", type(model).__name__, error)
-            reason = f"its cache fails a trial: {_first_line(error)}"
+            reason = f"its cache fails a trial: {first_line_of(error)}"
             continue
         if difference < bound:
             if not keeps_cache:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from octavo.errors import CANCELLATIONS
+from octavo.errors import CANCELLATIONS, first_line_of
 from octavo.ops.attention.attention import GroupRows, LayerCache, PagedRows
 from octavo_fleet.transformers.paged import PagedTransformer
 
@@ -112,7 +112,7 @@ def why_not_captured(paged: PagedTransformer, texts: Sequence[Tensor]) -> str:
     except CANCELLATIONS:
         raise
     except BaseException as error:  # any error of the library's code
-        return next(iter(str(error).splitlines()), type(error).__name__)
+        return first_line_of(error)
     finally:
         torch.cuda.set_sync_debug_mode(mode)
     return "" if off < TOLERANCE[found_TV.dtype] else f"a captured pass differs by {off:.1g}"

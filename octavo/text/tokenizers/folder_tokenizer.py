@@ -15,7 +15,7 @@ from typing import Any
 import tokenizers
 from tokenizers import AddedToken
 
-from octavo.errors import CANCELLATIONS, CheckpointError
+from octavo.errors import CANCELLATIONS, CheckpointError, failures_as
 from octavo.text.tokenizers import ranked_tokenizer
 from octavo.text.tokenizers.sentencepiece_model import SentencePieceModel
 from octavo.text.tokenizers.tokenizer_limits import TextLimits
@@ -102,12 +102,8 @@ def _wrap(backend: tokenizers.Tokenizer, config: dict[str, Any], special_tokens:
 
 def _read_backend(file: Path) -> tokenizers.Tokenizer:
     text = _read_text(file, MAX_TOKENIZER_BYTES)
-    try:
+    with failures_as(lambda error: CheckpointError(f"{file}: not a tokenizer that can be read: {str(error)[:500]}")):
         backend = tokenizers.Tokenizer.from_str(text)
-    except CANCELLATIONS:
-        raise
-    except BaseException as error:  # the library raises the bare class
-        raise CheckpointError(f"{file}: not a tokenizer that can be read: {str(error)[:500]}") from None
     backend.no_padding()  # which could be of any length
     backend.no_truncation()
     TextLimits(backend, file)

@@ -15,7 +15,7 @@ from typing import Any
 import tokenizers
 from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers
 
-from octavo.errors import CANCELLATIONS, CheckpointError
+from octavo.errors import CheckpointError, failures_as
 from octavo.text.tokenizers.sentencepiece_model import NORMAL, SentencePieceVocab, space_marks, text_decoder
 from octavo.text.tokenizers.tokenizer_parts import TokenizerParts, wrap_with_special_tokens
 from octavo.weights.generation_config import in_vocabulary, token_ids
@@ -293,12 +293,8 @@ def _pair(merge: str, reader: _Metadata) -> tuple[str, str]:
 
 
 def _bpe(reader: _Metadata, vocabulary: dict[str, int], merges: list[tuple[str, str]], **options: Any) -> models.BPE:
-    try:
+    with failures_as(lambda error: reader.fail("merges", str(error))):
         return models.BPE(vocab=vocabulary, merges=merges, **options)
-    except CANCELLATIONS:
-        raise
-    except BaseException as error:  # the library raises the bare class
-        raise reader.fail("merges", str(error)) from None
 
 
 def _sentencepiece(reader: _Metadata, has_merges: bool) -> tokenizers.Tokenizer:

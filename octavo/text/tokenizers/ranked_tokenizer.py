@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers
 
-from octavo.errors import CANCELLATIONS, CheckpointError
+from octavo.errors import CheckpointError, failures_as
 from octavo.text.tokenizers.gguf_tokenizer import WORD_RULES
 from octavo.text.tokenizers.tekken_template import chat_template
 from octavo.text.tokenizers.token_bytes import byte_level_alphabet
@@ -117,13 +117,9 @@ def _backend(
     vocabulary = {text: first + ranks[string] for string, text in texts.items()}
     vocabulary |= {text: index for index, text in special.items()}
     merges = [(texts[left], texts[right]) for left, right in merges_of(ranks)]
-    try:
+    with failures_as(lambda error: CheckpointError(f"{file}: not a tokenizer that can be read: {str(error)[:500]}")):
         backend = tokenizers.Tokenizer(models.BPE(vocab=vocabulary, merges=merges, ignore_merges=True))
         cut = pre_tokenizers.Split(Regex(pattern), behavior="isolated")
-    except CANCELLATIONS:
-        raise
-    except BaseException as error:  # the library raises the bare class
-        raise CheckpointError(f"{file}: not a tokenizer that can be read: {str(error)[:500]}") from None
     spell = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.pre_tokenizer = pre_tokenizers.Sequence([cut, spell])
     backend.decoder = decoders.ByteLevel()

@@ -18,7 +18,7 @@ from typing import Any
 import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
 
-from octavo.errors import CANCELLATIONS, CheckpointError
+from octavo.errors import CheckpointError, failures_as
 from octavo.text.tokenizers.token_bytes import SPACE_MARK
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
@@ -48,25 +48,17 @@ class SentencePieceVocab:
         merges = merges_from_scores({token: self.scores[vocabulary[token]] for token in normal})
         if len(merges) > MAX_MERGES:
             raise self.fail("tokens", f"the pieces can be merged in more than {MAX_MERGES} ways")
-        try:
+        with failures_as(lambda error: self.fail("tokens", str(error))):
             return models.BPE(
                 vocab=vocabulary, merges=merges, unk_token=self.unknown, fuse_unk=True, byte_fallback=has_byte_fallback
             )
-        except CANCELLATIONS:
-            raise
-        except BaseException as error:  # the library raises the bare class
-            raise self.fail("tokens", str(error)) from None
 
     def unigram(self, has_byte_fallback: bool) -> models.Unigram:
         """Takes the pieces whose scores, logarithms of probabilities, have the largest sum."""
         unknown = None if self.unknown is None else self.tokens.index(self.unknown)
         scored = list(zip(self.tokens, self.scores, strict=True))
-        try:
+        with failures_as(lambda error: self.fail("tokens", str(error))):
             return models.Unigram(vocab=scored, unk_id=unknown, byte_fallback=has_byte_fallback)
-        except CANCELLATIONS:
-            raise
-        except BaseException as error:  # the library raises the bare class
-            raise self.fail("tokens", str(error)) from None
 
     def add_to(self, backend: tokenizers.Tokenizer, takes_blanks: Callable[[str], bool] = lambda token: False) -> None:
         """Register the tokens that are matched in raw text: control, unknown, user-defined.
@@ -191,12 +183,8 @@ class SentencePieceModel:
         spec = self._proto.normalizer_spec
         steps: list[normalizers.Normalizer] = []
         if spec.precompiled_charsmap:
-            try:
+            with failures_as(lambda error: self._fail("normalizer_spec.precompiled_charsmap", str(error))):
                 steps.append(normalizers.Precompiled(spec.precompiled_charsmap))
-            except CANCELLATIONS:
-                raise
-            except BaseException as error:  # the library raises the bare class
-                raise self._fail("normalizer_spec.precompiled_charsmap", str(error)) from None
         if spec.remove_extra_whitespaces:
             steps += [normalizers.Replace(Regex(r"\A +| +\z"), ""), normalizers.Replace(Regex(" {2,}"), " ")]
         return steps
