@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import json
 import re
 import secrets
-import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -33,8 +33,11 @@ from octavo.text.control_tokens import ControlTokens
 from octavo.text.reasoning import Thinking
 from octavo.text.tokenizer import Tokenizer
 
-MAX_SECONDS = 1.0
-"""After which no further rendering begins: a huge conversation that is refused is not worth more."""
+MAX_REWRITTEN_BYTES = 16 << 20
+"""Of a conversation that is rewritten where a template refuses it: all renderings of one take about a second. What it
+is must not depend on how long they take here, or the same conversation would be refused now and then."""
+MESSAGE_BYTES = 2 << 10
+"""To render one more message takes as long as so many bytes of text."""
 ID_LENGTH = 9
 """Of a call's id, made of letters and digits: what Mistral's templates accept."""
 
@@ -248,20 +251,15 @@ class Conversation:
             messages = with_calls_in_text(messages, self.write_calls)
         elif _takes_one_call(self.template.source or ""):
             messages = _with_single_calls(messages)
-        end = time.monotonic() + MAX_SECONDS
         refusal: TemplateRefusal | None = None
         with_loss: str | None = None
-        for rewrite in (None, *_REWRITINGS):
-            rewritten = messages if rewrite is None else rewrite(messages, self.template.source or "")
-            if rewrite is not None and (rewritten == messages or time.monotonic() > end):
-                continue
-            messages = rewritten
+        for version in _versions(messages, self.template.source or ""):
             try:
-                text = self._rendered(messages, add_generation_prompt)
+                text = self._rendered(version, add_generation_prompt)
             except TemplateRefusal as error:
                 refusal = refusal or error
                 continue
-            if not _leaves_out_system(messages, text):
+            if not _leaves_out_system(version, text):
                 return text
             with_loss = with_loss or text
         if with_loss is not None:
@@ -478,6 +476,17 @@ def _with_alternating_turns(messages: Sequence[Message], source: str) -> list[Me
 def _num_leading_systems(messages: Sequence[Message]) -> int:
     places = (place for place, message in enumerate(messages) if message["role"] != "system")
     return next(places, len(messages))
+
+
+def _versions(messages: list[Message], source: str) -> Iterator[list[Message]]:
+    """``messages`` as they are, which can be written as JSON, and then with one rewriting after the other."""
+    yield messages
+    if len(messages) * MESSAGE_BYTES + len(json.dumps(messages)) > MAX_REWRITTEN_BYTES:
+        return
+    for rewrite in _REWRITINGS:
+        rewritten = rewrite(messages, source)
+        if rewritten != messages:
+            yield (messages := rewritten)
 
 
 _REWRITINGS: tuple[Callable[[Sequence[Message], str], list[Message]], ...] = (

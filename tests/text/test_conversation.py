@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import functools
 import json
+import os
+import signal
+import threading
 from typing import Any
 
 import pytest
@@ -222,6 +225,34 @@ def test_system_messages_anywhere(source: str) -> None:
         text = rendered(source, messages)
         words = [word for word in ("One.", "Two.", "Three.", "Four.") if word in str(messages)]
         assert all(text.count(word) == 1 for word in words), text
+
+
+def test_a_template_that_answers_late_has_its_conversation_rewritten() -> None:
+    """As when its process, or this machine, stood still for a while."""
+    template = ChatTemplate(STRICT, max_seconds=60.0)
+    template.check()
+    assert template.process_id is not None
+    os.kill(template.process_id, signal.SIGSTOP)
+    threading.Timer(1.2, os.kill, (template.process_id, signal.SIGCONT)).start()
+    text = Conversation([USER, {"role": "system", "content": "One."}, USER], template).prompt().text
+    assert "One." in text
+
+
+@pytest.mark.parametrize(("num_messages", "length"), [(8192, 1), (2, 9 << 20)])
+def test_a_huge_conversation_that_is_refused_is_rendered_once(
+    num_messages: int, length: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rendered_lengths, render = list[int](), ChatTemplate.render
+
+    def note(template: ChatTemplate, messages: Any, *given: Any, **more: Any) -> str:
+        rendered_lengths.append(len(messages))
+        return render(template, messages, *given, **more)
+
+    monkeypatch.setattr(ChatTemplate, "render", note)
+    refused = [USER, {"role": "system", "content": "One."}]
+    with pytest.raises(InvalidParameter, match="must be first"):
+        rendered(STRICT, refused + [{"role": "user", "content": "x" * length}] * num_messages)
+    assert rendered_lengths == [num_messages + 2]
 
 
 def test_a_growing_conversation_keeps_its_prefix() -> None:
