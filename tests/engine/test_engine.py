@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 from concurrent.futures import Future
 from typing import Any
 
@@ -13,6 +14,7 @@ from octavo.engine.engine import Engine
 from octavo.engine.speculative.proposer import NO_PROPOSAL, Proposal
 from octavo.engine.speculative.speculation import Speculation
 from octavo.engine.timing import step_budget
+from octavo.engine.timing.step_times import TimedRunner
 from octavo.errors import InvalidParameter
 from octavo.sampling_params import SamplingParams
 from octavo.types import Masks, Plan, Request, Sequence
@@ -143,6 +145,8 @@ def busy_engine(num_seen: int, num_waiting: int) -> Engine:
 
 def test_step_cost_does_not_depend_on_requests_seen_or_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(step_budget, "DECODES_BETWEEN_SAMPLES", 1)
+    ticks = itertools.count()
+    monkeypatch.setattr(TimedRunner.__init__, "__defaults__", (lambda: next(ticks) / 1000,))  # all take equally long
     fresh = busy_engine(0, 0)
     costs = [count_lines(fresh.step) for _ in range(4)]
     assert costs[0] > 100
