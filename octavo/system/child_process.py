@@ -9,16 +9,22 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 import weakref
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from octavo.errors import Unavailable
 from octavo.system.child_worker import LENGTH, MAX_ERROR_BYTES, OUT_OF_MEMORY, READY
+from octavo.system.process_exit import time_of_process
+
+Argument = TypeVar("Argument")
+Result = TypeVar("Result")
 
 START_SECONDS = 60.0
 """Timeout of the child's start; its imports are slow on a loaded machine."""
+LOOK_SECONDS = 0.1
+"""Between two looks at what a child that has not answered has used."""
 RETRY_SECONDS = 1
 SIGNALS_OF_LIMITS = (-signal.SIGXCPU, -signal.SIGKILL, -signal.SIGABRT)
 """Exit statuses of a process that used up what it may use; libraries in Rust abort where there is no memory."""
@@ -77,7 +83,7 @@ class ChildProcess:
 
     def _exchange(self, messages: list[bytes], seconds: float) -> bytes:
         try:
-            return self._exchange_until(messages, time.monotonic() + seconds)
+            return self._exchange_within(messages, _Patience(self.id, self._connection, seconds))
         except TimeoutError:
             problem = f"it took more than {seconds:g} seconds"
         except OSError:
@@ -85,20 +91,20 @@ class ChildProcess:
         self.close()
         raise ChildLost(problem)
 
-    def _exchange_until(self, messages: list[bytes], deadline: float) -> bytes:
+    def _exchange_within(self, messages: list[bytes], patience: _Patience) -> bytes:
         for message in messages:
-            self._connection.settimeout(max(deadline - time.monotonic(), 0.001))
-            self._connection.sendall(LENGTH.pack(len(message)) + message)
-        (size,) = LENGTH.unpack(self._receive(LENGTH.size, deadline))
+            rest = memoryview(LENGTH.pack(len(message)) + message)
+            while rest:
+                rest = rest[patience.wait_for(self._connection.send, rest) :]
+        (size,) = LENGTH.unpack(self._receive(LENGTH.size, patience))
         if size > 1 + max(self._settings["max_output"], MAX_ERROR_BYTES):
             raise ConnectionError("message exceeds the size limit")
-        return self._receive(size, deadline)
+        return self._receive(size, patience)
 
-    def _receive(self, size: int, deadline: float) -> bytes:
+    def _receive(self, size: int, patience: _Patience) -> bytes:
         data = bytearray()
         while len(data) < size:
-            self._connection.settimeout(max(deadline - time.monotonic(), 0.001))
-            piece = self._connection.recv(min(size - len(data), 1 << 20))
+            piece = patience.wait_for(self._connection.recv, min(size - len(data), 1 << 20))
             if not piece:
                 raise ConnectionError("closed by the child")
             data += piece
@@ -113,6 +119,34 @@ class ChildProcess:
         if status is None or status in SIGNALS_OF_LIMITS:
             return "it used up its memory or processor time"
         return f"its process ended with {status}"
+
+
+class _Patience:
+    """How long a child is waited for: until it has used so many seconds of processor time, or used none for so long.
+
+    Looks are counted, not the time between them: where a machine is busy or stands still, it is no fault of the child.
+    """
+
+    def __init__(self, pid: int, connection: socket.socket, seconds: float) -> None:
+        self._pid, self._seconds = pid, seconds
+        self._look_seconds = min(LOOK_SECONDS, seconds / 4)
+        connection.settimeout(self._look_seconds)
+        self._first = self._used = -1
+        """Clock ticks that it had used at the first look and at the last one; -1 before."""
+        self._idle_seconds = 0.0
+
+    def wait_for(self, call: Callable[[Argument], Result], argument: Argument) -> Result:
+        """The result of a call of the connection. Raises ``TimeoutError``."""
+        while True:
+            with contextlib.suppress(TimeoutError):
+                return call(argument)
+            before, self._used = self._used, time_of_process(self._pid)[0]
+            if before < 0:
+                before = self._first = self._used
+            self._idle_seconds = self._idle_seconds + self._look_seconds if self._used == before else 0.0
+            used_seconds = (self._used - self._first) / os.sysconf("SC_CLK_TCK")
+            if max(self._idle_seconds, used_seconds) >= self._seconds:
+                raise TimeoutError
 
 
 def _start(module: str) -> tuple[socket.socket, subprocess.Popen[bytes]]:

@@ -34,6 +34,15 @@ def is_from_outside(status: int, is_out_of_memory: bool) -> bool:
     return not (-status == signal.SIGKILL and is_out_of_memory)
 
 
+def time_of_process(pid: int) -> tuple[int, bool]:
+    """Processor time of a process in clock ticks, and whether a signal stopped it; (0, False) if it is gone."""
+    try:
+        fields = (PROC / str(pid) / "stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return 0, False
+    return int(fields[11]) + int(fields[12]), fields[0] in "Tt"
+
+
 def processor_time(group: int) -> int | None:
     """What the processes of a process group have used so far, in clock ticks; ``None`` where it cannot be told.
 

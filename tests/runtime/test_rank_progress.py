@@ -71,7 +71,7 @@ def test_a_rank_is_not_stuck_because_nobody_looked(memory: MappedRankMemory, mon
     RingWriter(memory.ring, never).write(b"step")
     now = 0.0
     monkeypatch.setattr(rank_group, "time", SimpleNamespace(monotonic=lambda: now))
-    monkeypatch.setattr(rank_group, "processor_time", lambda pid: (7, False))
+    monkeypatch.setattr(rank_group, "time_of_process", lambda pid: (7, False))
     progress, looks = StalledRankFinder(memory, {1: 1}), list[object]()
     for seconds in (0.05, 1000.0, *[0.05] * 20):
         now += seconds

@@ -16,7 +16,6 @@ import threading
 import time
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -32,6 +31,7 @@ from octavo.runtime.ranks.ranks import OnLost
 from octavo.runtime.ranks.stage_link import StageLink
 from octavo.runtime.ranks.start_messages import RankLayout, RankLoaded, RankReady, RankSettled, StartRank, hear, tell
 from octavo.steps.messages import Executor, Message, Reply, pack
+from octavo.system.process_exit import time_of_process
 from octavo.telemetry.logs import current_format, current_level
 
 STOPPED_SECONDS = 5.0
@@ -296,7 +296,7 @@ class StalledRankFinder:
         seconds = min(self._looked - before, 2 * LOOK_SECONDS)
         for rank, pid in self._pids.items():
             progress, is_waited_for = self._memory.progress(rank)
-            time_used, is_stopped = processor_time(pid)
+            time_used, is_stopped = time_of_process(pid)
             done = progress, time_used
             last, idle_seconds = self._last.get(rank, (None, 0.0))
             idle_seconds = idle_seconds + seconds if done == last and is_waited_for else 0.0
@@ -304,15 +304,6 @@ class StalledRankFinder:
             if idle_seconds > (STOPPED_SECONDS if is_stopped else STALL_SECONDS):
                 return rank, is_stopped
         return None
-
-
-def processor_time(pid: int) -> tuple[int, bool]:
-    """Processor time of a process in clock ticks, and whether a signal stopped it; (0, False) if it is gone."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return 0, False
-    return int(fields[11]) + int(fields[12]), fields[0] in "Tt"
 
 
 def _described(status: int) -> str:
