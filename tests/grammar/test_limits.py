@@ -98,7 +98,7 @@ def test_what_explodes_is_refused_in_bounded_time(name: str) -> None:
             started = time.monotonic()
             with pytest.raises(GrammarRefused, match="cannot be used"):
                 await trials.try_grammar(forms.grammar_text(EXPLOSIVE[name]))
-            assert time.monotonic() - started < 30, "two seconds of processor time, and what other work takes"
+            assert time.monotonic() - started < 150, "two seconds of processor time, and what other work takes"
         finally:
             trials.close()
 

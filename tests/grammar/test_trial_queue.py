@@ -90,7 +90,7 @@ def test_a_bomb_costs_little_and_leaves_nothing_behind() -> None:
             before = time.process_time()
             with contextlib.suppress(GrammarRefused):
                 await trials.try_grammar(forms.grammar_text(part))
-            assert time.monotonic() - started < 30, f"{name}: two seconds of processor time, and what other work takes"
+            assert time.monotonic() - started < 150, f"{name}: two seconds of processor time, and what other work takes"
             assert time.process_time() - before < 0.5, name
             await trials.try_grammar(forms.grammar_text(forms.choice([name])))
 
