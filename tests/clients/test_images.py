@@ -14,7 +14,7 @@ from tests.server.in_process import byte_tokenizer
 from tests.server.test_images import CONFIG, RED, SPECIAL, TEMPLATE, SeeingEngine, check_seen
 
 PROGRAMS = HERE / "programs" / "images"
-NUM_REQUESTS = {"ai_sdk": 2, "anthropic": 2, "langchain": 3, "litellm": 3, "ollama": 2, "openai": 3}
+NUM_REQUESTS = {"ai_sdk": 2, "anthropic": 2, "google": 2, "langchain": 3, "litellm": 3, "ollama": 2, "openai": 3}
 """Pictures that the program of a client sends."""
 
 

@@ -23,6 +23,7 @@ import httpx
 import pytest
 
 import octavo
+from octavo_server.dialects.gemini import body as gemini
 from octavo_server.dialects.openai import chat_body, completions
 from tests.conftest import Server, start_server
 from tests.llm.tiny import write_checkpoint
@@ -58,6 +59,10 @@ BASES: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 2},
     "/v1/messages": {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 2},
     "/v1/responses": {"input": "Hi", "max_output_tokens": 2},
+    "/v1beta/models/test:generateContent": {
+        "contents": [{"parts": [{"text": "Hi"}]}],
+        "generationConfig": {"maxOutputTokens": 2},
+    },
     "/infer/v1/completions": {"model": "test", "prompt": "Hi", "max_tokens": 2},
 }
 FIELDS = {
@@ -74,6 +79,7 @@ FIELDS = {
         "metadata",
     ],
     "/v1/responses": ["input", "tools", "text", "reasoning", "include", "metadata", "previous_response_id", "store"],
+    "/v1beta/models/test:generateContent": list(gemini.content_decoder.decoders),
     "/infer/v1/completions": ["model", "prompt", "max_tokens", "top_k", "stop", "response_format"],
 }
 GRAMMARS = {"response_format", "structured_outputs", "guided_json", "guided_regex", "guided_grammar", "guided_choice"}
