@@ -73,7 +73,7 @@ def test_the_openapi_document_says_what_may_be_null_and_how_it_fails(served: Ser
     schemas = document["components"]["schemas"]
     assert schemas["ChatBody"]["properties"]["n"] == {"anyOf": [{"type": "integer"}, {"type": "null"}], "default": 1}
     assert "anyOf" not in schemas["ChatBody"]["properties"]["messages"]
-    others = {"/v1/messages": "Anthropic", "/api/": "Ollama", "/generate_stream": "TGI"}
+    others = {"/v1/messages": "Anthropic", "/api/": "Ollama", "/generate_stream": "TGI", "/v1beta/": "Gemini"}
     others |= dict.fromkeys(("/embed", "/predict", "/similarity", "/rerank"), "TEI")
     for path, operations in document["paths"].items():
         if path == "/":
