@@ -40,6 +40,8 @@ class AudioForm:
     language_end: str = ""
     """Of a model that only transcribes, and is asked by audio without words: what is in its answers between the
     language, ``language English``, and the transcript."""
+    transcribe_token: str = ""
+    """Ends the prompt of a model that has one for audio without words, after ``lang:en`` if the language is known."""
 
     @property
     def written(self) -> str:
@@ -143,6 +145,7 @@ def _voxtral(inner: Mapping[str, Any], given: Mapping[str, Any]) -> AudioForm:
         before="[BEGIN_AUDIO]",
         count=partial(in_windows, window=2 * rows * HOP, each=each),
         most_seconds=MOST_SECONDS,
+        transcribe_token="[TRANSCRIBE]",
     )
 
 

@@ -46,9 +46,15 @@ class Transcription:
     context: str = ""
     """What may help: names, or what was said before."""
 
+    @property
+    def is_wordless(self) -> bool:
+        """Whether the model is asked by the audio alone."""
+        can_be = self.form.transcribe_token and not self.into and not self.context
+        return bool(self.form.language_end or can_be)
+
     def messages(self, sound: Mapping[str, Any]) -> list[dict[str, Any]]:
         """A conversation whose next message is the text; ``sound`` is a part of a message."""
-        if self.form.language_end:
+        if self.is_wordless:
             system = [{"role": "system", "content": self.context}] if self.context else []
             return [*system, {"role": "user", "content": [sound]}]
         audio = f"the {self.spoken} audio" if self.spoken else "the audio"
@@ -58,8 +64,13 @@ class Transcription:
 
     @property
     def answer_start(self) -> str:
-        """How the answer has to begin, of a model that is told the language so; else ""."""
-        return f"language {self.spoken}{self.form.language_end}" if self.spoken and self.form.language_end else ""
+        """What stands behind the conversation, where the answer begins; mostly ""."""
+        if not self.is_wordless:
+            return ""
+        if self.form.language_end:
+            return f"language {self.spoken}{self.form.language_end}" if self.spoken else ""
+        code = next((code for code, name in LANGUAGES.items() if name == self.spoken), "")
+        return f"lang:{code}{self.form.transcribe_token}" if code else self.form.transcribe_token
 
 
 class TranscriptReader:

@@ -27,8 +27,9 @@ TRANSCRIPTIONS, TRANSLATIONS = "/v1/audio/transcriptions", "/v1/audio/translatio
 MARKS = {
     "Qwen2AudioForConditionalGeneration": ("<|audio_bos|>", "<|AUDIO|>", "<|audio_eos|>"),
     "Qwen3ASRForConditionalGeneration": ("<|audio_start|>", "<|audio_pad|>", "<|audio_end|>"),
+    "VoxtralForConditionalGeneration": ("[BEGIN_AUDIO]", "[AUDIO]"),
 }
-QWEN2, ASR = MARKS
+QWEN2, ASR, VOXTRAL = MARKS
 PAD = 260
 """Id of the placeholder of ``byte_tokenizer``."""
 OF_ASR = (
@@ -209,6 +210,22 @@ def test_a_language_is_the_beginning_of_the_answer(hearing: Hearing) -> None:
     assert engine.prompt().startswith("_system\na<|im_end|>b_\n_user\n_")
     assert engine.prompt().endswith("_\n_assistant\nlanguage French<asr_text>")
     assert engine.requests[0].prompt_tokens.count(IM_END) == 2
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "end"),
+    [
+        (TRANSCRIPTIONS, {}, "_\n_\n_assistant\n[TRANSCRIBE]"),
+        (TRANSCRIPTIONS, {"language": "French"}, "_\n_\n_assistant\nlang:fr[TRANSCRIBE]"),
+        (TRANSCRIPTIONS, {"prompt": "Ada"}, "_\nTranscribe the audio.\nContext: Ada_\n_assistant\n"),
+        (TRANSLATIONS, {}, "_\nTranslate the audio into English._\n_assistant\n"),
+    ],
+)
+def test_a_token_that_asks_for_a_transcript(hearing: Hearing, path: str, fields: Any, end: str) -> None:
+    """Where there are no words that it would leave out."""
+    served, engine = hearing(VOXTRAL)
+    assert send(served, path, **fields).json()["text"] == HEARD
+    assert engine.prompt().endswith(end)
 
 
 @pytest.mark.parametrize(
