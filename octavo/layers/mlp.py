@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from octavo import ops
@@ -23,6 +24,10 @@ PlainActivation = Callable[[Tensor], Tensor]
 def relu(x_TF: Tensor) -> Tensor:
     """``max(x, 0)``."""
     return x_TF.relu_()
+
+
+def silu(x_TF: Tensor) -> Tensor:
+    return torch.nn.functional.silu(x_TF)
 
 
 def squared_relu(x_TF: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from torch import Tensor
 from octavo import ops
 from octavo.layers.attention import RankRows
 from octavo.layers.attention_inputs import StepAngles, query_scale
-from octavo.layers.mlp import PlainActivation, gelu, gelu_tanh, relu, squared_relu
+from octavo.layers.mlp import PlainActivation, gelu, gelu_tanh, relu, silu, squared_relu
 from octavo.layers.norm import Norm
 from octavo.layers.rotary import Rotary
 from octavo.models.config_keys import ConfigKeys
@@ -33,6 +33,8 @@ PLAIN_ACTIVATIONS: dict[str, Activation | PlainActivation] = {
     "gelu_pytorch_tanh": gelu_tanh,
     "relu": relu,
     "relu2": squared_relu,
+    "silu": silu,
+    "swish": silu,
 }
 """Activations of feed-forward layers without gates."""
 

@@ -23,6 +23,7 @@ ACTIVATIONS: dict[str, Activation] = {
     "silu": "silu",
     "swish": "silu",
     "gelu": "gelu",
+    "gelu_fast": "gelu_tanh",
     "gelu_new": "gelu_tanh",
     "gelu_pytorch_tanh": "gelu_tanh",
 }

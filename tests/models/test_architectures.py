@@ -197,6 +197,12 @@ def test_stacked_experts_of_which_one_tensor_is_square(width: int, tmp_path: Pat
     check_logits(tmp_path, model, PROMPTS[3])
 
 
+@pytest.mark.parametrize(("row", "activation"), [("llama/gqa", "gelu_fast"), ("phi/parallel", "silu")])
+def test_activations_that_no_row_has(row: str, activation: str, tmp_path: Path) -> None:
+    model = make_checkpoint(tmp_path, row, hidden_act=activation)
+    check_logits(tmp_path, model, PROMPTS[3])
+
+
 def test_a_family_of_another_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its entry point is the name of the architecture; here it is Llama under another name."""
     source = tmp_path / "site" / "doubled.py"
