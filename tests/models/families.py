@@ -682,7 +682,9 @@ def make_checkpoint(folder: Path, row: str, auto_class: Any = AutoModelForCausal
     """Write the row's model, of random float32 weights, to the folder, and return it; ``auto_class`` makes it."""
     torch.manual_seed(zlib.crc32(row.encode()))
     config = make_config(row, **changes)
-    model: PreTrainedModel = auto_class.from_config(config, dtype=torch.float32, attn_implementation="eager")
+    model: PreTrainedModel = auto_class.from_config(
+        config, dtype=torch.float32, attn_implementation="eager", experts_implementation="eager"
+    )
     with torch.no_grad():
         for name, weight in model.named_parameters():
             if name.endswith(RANDOM):
