@@ -208,9 +208,14 @@ class Upstream:
 
     async def _watch_process(self, process: UpstreamProcess) -> None:
         (server,) = self._servers
+        last_answer, silent_seconds = 0.0, 0.0
         while True:
-            await asyncio.sleep(CHECK_SECONDS if server.is_up else CHECK_SECONDS_DOWN)
-            if await process.watch(self.seconds_since_progress):
+            interval = CHECK_SECONDS if server.is_up else CHECK_SECONDS_DOWN
+            await asyncio.sleep(interval)
+            # Looks are counted: what came while this process stood still is read after the first one.
+            silent_seconds = silent_seconds + interval if server.last_answer == last_answer else 0.0
+            last_answer = server.last_answer
+            if await process.watch(silent_seconds):
                 server.last_answer = time.monotonic()
 
     async def _wait_up(self) -> None:

@@ -22,6 +22,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from octavo.config import ServeConfig
 from octavo.errors import ConfigError, OctavoError, Withdrawn
 from octavo.telemetry.cache_view import SessionOrder, SessionReport, SessionView
+from octavo_fleet.proxy import upstream as upstream_module
 from octavo_fleet.proxy.upstream import Upstream
 from tests.server.conftest import Served
 from tests.server.in_process import ANSWER, InProcessEngine, byte_tokenizer
@@ -410,6 +411,31 @@ def test_a_managed_upstream_is_started_restarted_and_ended(start: Callable[..., 
     assert proxy.client.get("/v1/models").status_code == 200
     proxy.run(proxy.upstream.stop(0))
     assert not is_alive(last)
+
+
+def test_an_upstream_was_not_silent_because_nobody_listened(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a machine that stands still for a while."""
+    monkeypatch.setattr(upstream_module, "CHECK_SECONDS", 0.05)
+    told: list[float] = []
+
+    class Process:
+        async def watch(self, silent_seconds: float) -> bool:
+            told.append(silent_seconds)
+            return False
+
+    async def main() -> None:
+        proxied = Upstream(ServeConfig.from_flat({"backend": "openai", "upstream": "http://127.0.0.1:1"}))
+        proxied._servers[0].is_up = True
+        watching = asyncio.create_task(proxied._watch_process(Process()))  # type: ignore[arg-type]
+        while not told:
+            await asyncio.sleep(0.001)
+        time.sleep(0.5)
+        while len(told) < 5:
+            await asyncio.sleep(0.001)
+        watching.cancel()
+
+    asyncio.run(main())
+    assert told == pytest.approx([0, 0.05, 0.1, 0.15, 0.2])
 
 
 def test_a_command_that_ends_before_it_answers() -> None:
