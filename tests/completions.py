@@ -122,8 +122,8 @@ async def complete_together(server: Server, bodies: list[dict[str, Any]], stream
 
 
 def wait_until_idle(server: Server) -> dict[str, Any]:
-    """The statistics once nothing runs; at most ten seconds from now."""
-    for _ in range(100):
+    """The statistics once nothing runs; at most a minute from now."""
+    for _ in range(600):
         stats: dict[str, Any] = server.get("/stats").json()
         if not stats["num_running"] and not stats["num_waiting"] and not stats["num_live"]:
             break
