@@ -204,7 +204,8 @@ class Relay(Response):
         if self.request.path in ANTHROPIC.paths:
             return end + b"event: error\ndata: " + msgspec.json.encode(ANTHROPIC.body(error)) + b"\n\n"
         if self.request.path.startswith("/v1beta/"):
-            return end + msgspec.json.encode(gemini_error(error)) + b"\n\n"
+            told = msgspec.json.encode(gemini_error(error))
+            return end + told + b"\n\ndata: " + told + b"\n\n"  # as a server itself tells it
         return end + b"data: " + msgspec.json.encode(error_object(error)) + b"\n\n" + DONE
 
 

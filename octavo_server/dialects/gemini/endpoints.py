@@ -83,9 +83,9 @@ class ContentAnswer(Answer):
         return b"]" if self.is_list else b""
 
     def failure(self, error: RequestError) -> bytes:
-        """The end of a stream that fails: clients look for the error on a line that is no event."""
-        told = gemini_error(error)
-        return self._frame(told) + b"]" if self.is_list else encode_line(told) + b"\n\n"
+        """The end of a stream that fails: clients look for the error on a line that is no event, or in an event."""
+        told = self._frame(gemini_error(error))
+        return told + b"]" if self.is_list else told.removeprefix(b"data: ") + told
 
     def _frame(self, value: dict[str, Any]) -> bytes:
         """An element of a stream."""
