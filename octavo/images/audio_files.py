@@ -203,7 +203,7 @@ def resampled(pieces: Iterator[Floats], old: int, new: int) -> Iterator[Floats]:
         yield from pieces
         return
     filters, up, down = _filters(old, new)
-    held, size, total, given = [np.zeros(filters.shape[1] // 2 - 1, np.float32)], 0, 0, 0
+    held, size, total, given = [np.zeros(filters.taps // 2 - 1, np.float32)], 0, 0, 0
     size = len(held[0])
     for piece in pieces:
         held.append(piece)
@@ -211,34 +211,48 @@ def resampled(pieces: Iterator[Floats], old: int, new: int) -> Iterator[Floats]:
         total += len(piece)
         if size >= max(BLOCK, 16 * down):
             buffer, count = np.concatenate(held), size // down - 1
-            yield _filtered(buffer, filters, up, down, count)
+            yield _filtered(buffer, filters, up, down, count, up)
             held, size, given = [buffer[count * down :]], size - count * down, given + count * up
     left = -(-total * new // old) - given
     count = -(-left // up)
     buffer = np.concatenate([*held, np.zeros(max(0, (count + 1) * down - size), np.float32)])
-    yield _filtered(buffer, filters, up, down, count)[:left]
+    yield _filtered(buffer, filters, up, down, count, left)[:left]
 
 
-def _filters(old: int, new: int) -> tuple[Floats, int, int]:
-    """A filter [phases, taps] for each place of a result between two samples, and the samples of a period: of the
-    result, and of the source."""
-    divisor, scale = math.gcd(old, new), min(1.0, new / old)
-    up, down, half = new // divisor, old // divisor, math.ceil(CROSSINGS / scale)
-    filters = np.empty((up, 2 * half), np.float32)
-    for phase in range(up):
-        distances = (phase * down % up / up + half - 1 - np.arange(2 * half)) * scale
-        window = np.i0(BETA * np.sqrt(np.maximum(0, 1 - (distances / CROSSINGS) ** 2)))
-        row = np.sinc(distances * MIDDLE) * window
-        filters[phase] = row / row.sum()
-    times = -(-2 * half // down)
+class _Filters:
+    """A filter [taps] for each of so many places of a result between two samples, made when it is first used: there may
+    be tens of thousands, and a short sound needs a few."""
+
+    def __init__(self, up: int, down: int, scale: float) -> None:
+        self.count, self.taps = up, 2 * math.ceil(CROSSINGS / scale)
+        self._down, self._scale = down, scale
+        self._made: dict[int, Floats] = {}
+
+    def __getitem__(self, phase: int) -> Floats:
+        if phase not in self._made:
+            place = phase * self._down % self.count / self.count + self.taps // 2 - 1
+            distances = (place - np.arange(self.taps)) * self._scale
+            window = np.i0(BETA * np.sqrt(np.maximum(0, 1 - (distances / CROSSINGS) ** 2)))
+            row = np.sinc(distances * MIDDLE) * window
+            self._made[phase] = (row / row.sum()).astype(np.float32)
+        return self._made[phase]
+
+
+def _filters(old: int, new: int) -> tuple[_Filters, int, int]:
+    """The filters, and the samples of a period: of the result, and of the source."""
+    divisor = math.gcd(old, new)
+    up, down = new // divisor, old // divisor
+    filters = _Filters(up, down, min(1.0, new / old))
+    times = -(-filters.taps // down)
     return filters, up * times, down * times
 
 
-def _filtered(buffer: Floats, filters: Floats, up: int, down: int, count: int) -> Floats:
-    """``count`` periods of the result, whose first sample is in the middle of the buffer's first ones."""
+def _filtered(buffer: Floats, filters: _Filters, up: int, down: int, count: int, most: int) -> Floats:
+    """``count`` periods of the result, whose first sample is in the middle of the buffer's first ones; of a single one
+    the first ``most`` samples."""
     found = np.empty((count, up), np.float32)
-    for phase in range(up):
+    for phase in range(up if count > 1 else min(up, most)):
         start = phase * down // up
         rows = buffer[start : start + count * down].reshape(count, down)
-        found[:, phase] = rows[:, : filters.shape[1]] @ filters[phase % len(filters)]
+        found[:, phase] = rows[:, : filters.taps] @ filters[phase % filters.count]
     return found.ravel()

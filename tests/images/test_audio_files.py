@@ -378,3 +378,14 @@ def test_hours_of_silence(name: str, child: Child) -> None:
     if name == "flac":
         kind, reason = child.ask(file[:21] + bytes([file[21] & 0xF0]) + bytes(4) + file[26:])
         assert (kind, reason) == (REFUSED, b"is longer than the 60 s that are allowed")
+
+
+def test_a_short_sound_of_an_odd_rate_needs_few_filters(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of which there are 16,000: to make them all took seconds, for a file of 46 bytes."""
+    made: list[int] = []
+    i0 = np.i0
+    monkeypatch.setattr(np, "i0", lambda values: (made.append(len(values)), i0(values))[1])
+    for count in (1, 120):
+        made.clear()
+        sound = np.concatenate(list(resampled(iter([np.ones(count, np.float32)]), 191_999, RATE)))
+        assert len(made) == len(sound) == -(-count * RATE // 191_999)
