@@ -25,6 +25,8 @@ LEAST_BYTES = 2048
 """Of a prompt's text that a decode server does not have: to compute less takes no longer than to fetch it."""
 MOST_BYTES = 64 << 10
 """Of a prompt that are compared with those that were sent before."""
+BODY_SECONDS = 10.0
+"""For which an answer may come, once its head is there: it is small, and the prompt has been computed."""
 PARAMS = "kv_transfer_params"
 OF_SEVERAL = ("n", "best_of", "use_beam_search", "echo", "prompt_logprobs")
 """Fields of requests for more than one answer, or for logits of the prompt, which are not computed apart."""
@@ -119,7 +121,11 @@ class Prefill:
     async def _ask(self, server: UpstreamServer, target: str, headers: Headers, body: bytes) -> msgspec.Raw:
         """The parameters that a prefill server gives for a prompt. Raises ``ConnectionFailed``."""
         async with server.connections.request("POST", target, headers, body) as connection:
-            data = await connection.read_all()
+            try:
+                async with asyncio.timeout(BODY_SECONDS):
+                    data = await connection.read_all()
+            except TimeoutError:
+                raise ConnectionFailed(f"its answer takes more than {BODY_SECONDS:g} s to come") from None
             if connection.status != 200:
                 raise ConnectionFailed(f"it answered with status {connection.status}")
         answer = _decoder.decode(data)

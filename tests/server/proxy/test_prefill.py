@@ -147,6 +147,28 @@ def test_the_decode_server_gets_what_a_prefill_server_does_not_compute(
     assert "kv_transfer_params" not in second.sent[0][1]
 
 
+def test_an_answer_that_comes_byte_by_byte_is_not_waited_for(
+    start: Callable[..., Proxy], backends: Callable[..., Backend], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prefill, "BODY_SECONDS", 0.3)
+    is_over, sent = threading.Event(), list[int]()
+
+    def trickle(self: BaseHTTPRequestHandler) -> None:
+        self.send_response(200)
+        self.send_header("content-length", "1000")
+        self.end_headers()
+        while not is_over.wait(0.05):
+            sent.append(self.wfile.write(b" "))
+
+    first, second = backends("prefill", kv_transfer_params=PARAMS), backends("decode")
+    proxy = start(second.url, prefill_upstream=first.url)
+    monkeypatch.setattr(first.server.RequestHandlerClass, "do_POST", trickle)
+    assert ask(proxy) == "decode"
+    is_over.set()
+    assert 1 <= len(sent) < 500
+    assert "kv_transfer_params" not in second.sent[0][1]
+
+
 def test_of_several_servers_one_gets_the_prompts_that_begin_alike(
     start: Callable[..., Proxy], backends: Callable[..., Backend]
 ) -> None:
