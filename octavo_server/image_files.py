@@ -28,8 +28,8 @@ from octavo_server.tenants.turn_queue import Places
 
 MOST_PREPARED_BYTES = 48 << 20
 """Of the resized images of a request, which go to the engine process in one message."""
-MARKDOWN_IMAGE = re.compile(r"!\[[^\]\n]*\]\(([^()\s]+)\)")
-"""How Text Generation Inference writes an image in a prompt."""
+MARKDOWN_IMAGE = re.compile(r"!\[(?:(?!!\[)[^\]\n])*+\]\(([^()\s]++)\)")
+"""How Text Generation Inference writes an image in a prompt. No part of a text is read again: it may be long."""
 
 ReadFile = Callable[[str], Awaitable[bytes | None]]
 """Reads a caller's uploaded file by id; ``None`` if there is none."""

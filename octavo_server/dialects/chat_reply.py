@@ -32,7 +32,7 @@ from octavo_server.pipeline import Answer, Submission
 from octavo_server.services import ModelServices
 from octavo_server.tenants.api_keys import caller_of
 
-_PATH = re.compile(r"([a-z_]+)(\[(\d+)\])?([^' ]*)")
+_PATH = re.compile(r"([a-z_]++)(\[(\d{1,9})\])?+([^' ]*+)")
 _QUOTED = re.compile(f"'({_PATH.pattern})'")
 
 

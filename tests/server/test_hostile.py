@@ -23,8 +23,11 @@ import httpx
 import pytest
 
 import octavo
+from octavo.errors import InvalidParameter
+from octavo_server.dialects.chat_reply import FieldNames
 from octavo_server.dialects.gemini import body as gemini
 from octavo_server.dialects.openai import chat_body, completions
+from octavo_server.image_files import MARKDOWN_IMAGE
 from tests.conftest import Server, start_server
 from tests.llm.tiny import write_checkpoint
 from tests.server.canary import Canary
@@ -282,3 +285,13 @@ def test_the_corpus_is_large() -> None:
     )
     print(f"{num_odd + num_others + len(ATTACKS) + 1} cases")
     assert num_odd + num_others + len(ATTACKS) + 1 >= LEAST_CASES
+
+
+def test_texts_of_clients_are_read_once() -> None:
+    """Each pattern took the square of a text's length, of which there are millions of characters."""
+    assert MARKDOWN_IMAGE.search("![" * 1_000_000) is None
+    assert MARKDOWN_IMAGE.split("a ![x](b) ![c ![](d)") == ["a ", "b", " ![c ", "d", ""]
+    for told in ("'" + "a" * 1_000_000 + " b'", "'tools[" + "9" * 5_000 + "]'", "'tools[0].name'"):
+        with pytest.raises(InvalidParameter) as refused, FieldNames({}, {"tools": ["f"]}).in_errors():
+            raise InvalidParameter("tools", told)
+        assert refused.value.message == told.replace("tools[0].name", "f.name")
