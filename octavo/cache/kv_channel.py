@@ -180,12 +180,16 @@ class HoldingServer:
         while True:
             try:
                 sock, peer = self._socket.accept()
-                channel = accepted(sock, self._tls)
             except OSError as error:
                 if self._is_closed:
                     return
                 logger.warning("no connection for KV blocks can be accepted for a moment: %s", named(error))
                 time.sleep(ACCEPT_SECONDS)
+                continue
+            try:
+                channel = accepted(sock, self._tls)
+            except OSError:  # it was closed again, which a stranger can do often: no other waits
+                sock.close()
                 continue
             if len(self._connections) >= MAX_CONNECTIONS:
                 logger.warning("there are %d connections for KV blocks, of which one is closed", MAX_CONNECTIONS)

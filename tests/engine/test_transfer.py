@@ -449,6 +449,27 @@ def test_strangers_do_not_take_the_places_of_who_has_the_key(
         stranger.close()
 
 
+@pytest.mark.parametrize("prefill", ["memory"], indirect=True)
+def test_connections_that_are_closed_at_once_hold_up_no_other(
+    prefill: Half, decode: Half, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    request, accepted, closed = handed_over(prefill, ask(None)), kv_channel.accepted, list[socket.socket]()
+    assert request.transfer is not None
+
+    def fail_often(sock: socket.socket, tls: Any) -> Channel:
+        if len(closed) < 40:
+            closed.append(sock)
+            raise ConnectionResetError
+        return accepted(sock, tls)
+
+    monkeypatch.setattr(kv_channel, "accepted", fail_often)
+    for _ in range(40):
+        socket.create_connection(split_address(request.transfer.address)).close()
+    assert decode.compute(request).num_cached_tokens == 36
+    assert all(sock.fileno() == -1 for sock in closed)
+    assert "for a moment" not in caplog.text
+
+
 @pytest.mark.parametrize("prefill", ["frames"], indirect=True)
 @pytest.mark.parametrize("place", ["hello", "content"])
 def test_a_server_that_sends_a_byte_now_and_then_is_not_waited_for(
