@@ -30,8 +30,6 @@ ABOUT_PARTS = {"thought", "thoughtSignature", "videoMetadata", "mediaResolution"
 """Members that say something of a part, and are not what it holds."""
 RESULTS = {"output": "", "result": "", "error": "Error: "}
 """Names under which clients send a result that is no object, and what the model reads in front of it."""
-_STANDARD = str.maketrans("-_", "+/")
-"""From the alphabet of base64 for URLs, in which Google's Python client writes."""
 _NUMBER = re.compile("[0-9]{1,19}")
 _WORD = re.compile("(?<=[a-z0-9])_([a-z])")
 
@@ -305,13 +303,16 @@ class ContentPart(NamedTuple):
         return members(self.given[self.kind], f"{self.where}.{self.kind}")
 
     @property
-    def file(self) -> tuple[str, str]:
-        """Kind and URL of the file in it; "" without one. Raises ``InvalidParameter``."""
-        if self.kind not in ("inlineData", "fileData"):
-            return "", ""
-        type, data = str(self.held.get("mimeType")), str(self.held.get("data")).translate(_STANDARD)
-        kind, url = type.partition("/")[0], self.held.get("fileUri", f"data:{type};base64,{data}")
-        return kind if kind in ("image", "video", "audio") else "file", str(url)
+    def media(self) -> str:
+        """The kind of the file in it; "" without one. Raises ``InvalidParameter``."""
+        kind = str(self.held.get("mimeType")).partition("/")[0] if self.kind in ("inlineData", "fileData") else None
+        return "" if kind is None else kind if kind in ("image", "video", "audio") else "file"
+
+    @property
+    def url(self) -> str:
+        """Where the file is. Google's Python client writes in the alphabet of base64 for URLs."""
+        data = str(self.held.get("data")).replace("-", "+").replace("_", "/")
+        return str(self.held.get("fileUri", f"data:{self.held.get('mimeType')};base64,{data}"))
 
 
 def parts_of(content: Any, where: str) -> list[ContentPart]:
@@ -374,8 +375,8 @@ class ContentReader(NamedTuple):
         """Messages of a user's turn: results first, as they must follow their calls."""
         others = [part for part in parts if part.kind != "functionResponse"]
         for part in others:
-            if is_new and part.file[0] not in {"", *self.takes}:
-                raise UnsupportedParameter("contents", f"'{part.where}': {part.file[0]}s are not supported here.")
+            if is_new and part.media not in {"", *self.takes}:
+                raise UnsupportedParameter("contents", f"'{part.where}': {part.media}s are not supported here.")
         found = [self._result(part) for part in parts if part.kind == "functionResponse"]
         return [*found, *([{"role": "user", "content": self._content(others)}] if others or not found else [])]
 
@@ -383,9 +384,8 @@ class ContentReader(NamedTuple):
         """Parts as one text, or with media among them as parts of a message."""
         found: list[dict[str, Any]] = []
         for part in parts:
-            media, url = part.file
-            if media in self.takes:
-                found.append({"type": f"{media}_url", f"{media}_url": {"url": url}})
+            if part.media in self.takes:
+                found.append({"type": f"{part.media}_url", f"{part.media}_url": {"url": part.url}})
             elif (text := part.text if part.kind == "text" else self._shown(part)) or part.kind == "text":
                 found.append({"type": "text", "text": text})
         is_text = all(each["type"] == "text" for each in found)
@@ -406,5 +406,4 @@ class ContentReader(NamedTuple):
         if not part.kind:
             return ""
         self.left_out.add("contents", part.kind)
-        media, _ = part.file
-        return omitted(media) if media else note(part.kind, {"content": part.given[part.kind]})
+        return omitted(part.media) if part.media else note(part.kind, {"content": part.given[part.kind]})

@@ -297,6 +297,8 @@ def test_models_of_both_versions(server: Served) -> None:
         ({"contents": [{"role": "system", "parts": []}]}, "contents"),
         ({"contents": [{"parts": ["Hi"]}]}, "contents[0].parts[0]"),
         ({"contents": [{"parts": [{"inlineData": {"mimeType": "image/png", "data": "AAAA"}}]}]}, "contents"),
+        ({"contents": [{"parts": [{"inlineData": {"mimeType": "", "data": "AAAA"}}]}]}, "contents"),
+        ({"contents": [{"parts": [{"fileData": {"fileUri": "https://a.example/a.pdf"}}]}]}, "contents"),
         ({"contents": [{"parts": [{"functionCall": {}}], "role": "model"}]}, "contents"),
         ({"cachedContent": "cachedContents/x"}, "cachedContent"),
         ({"systemInstruction": {"parts": [{"inlineData": {}}]}}, "systemInstruction"),
