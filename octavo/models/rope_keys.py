@@ -89,7 +89,7 @@ def read_rope(given: Mapping[str, Any], context: RopeContext, default_theta: flo
         raise wrong("rope_type", kind, f"one of {', '.join(KINDS)}")
     theta = keys.number("rope_theta", default_theta)
     rope = KINDS[kind](theta, keys, context)
-    keys.pass_over("type", "partial_rotary_factor", "original_max_position_embeddings")
+    keys.pass_over("type", "partial_rotary_factor", "original_max_position_embeddings", "finetuned")
     unread = keys.unread()
     if unread:
         raise wrong(f"rope {unread[0]}", given[unread[0]], f"absent for rope_type {kind}")

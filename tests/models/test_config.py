@@ -88,6 +88,7 @@ def test_the_config_of_a_real_checkpoint_is_understood_without_a_warning(caplog:
         ({"rope_theta": 5e5, "rope_parameters": {"partial_rotary_factor": 1.0}}, DefaultRope(5e5)),
         ({"rope_theta": 5e5, "rope_scaling": {"type": "linear", "factor": 4}}, LinearRope(5e5, 4.0)),
         ({"rope_theta": 5e5, "rope_scaling": LLAMA3}, Llama3Rope(5e5, 8.0, 1.0, 4.0, 64)),
+        ({"rope_theta": 5e5, "rope_scaling": {**LLAMA3, "finetuned": True}}, Llama3Rope(5e5, 8.0, 1.0, 4.0, 64)),
         ({"rope_parameters": {**LLAMA3, "rope_theta": 5e5}}, Llama3Rope(5e5, 8.0, 1.0, 4.0, 64)),
     ],
 )
@@ -170,6 +171,13 @@ def test_longrope_has_two_lists_of_factors_where_contexts_are_longer_than_the_or
         assert isinstance(config, DecoderConfig)
         assert config.ropes[0][0] == expected
         assert config.rope_sets == (None if max_len == 64 else RopeSets(64))
+
+
+def test_phi3_calls_two_lists_of_factors_yarn_too() -> None:
+    scaling = {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
+    phi = {**BASE, "architectures": ["Phi3ForCausalLM"], "original_max_position_embeddings": 64}
+    yarn, longrope = (read_config({**phi, "rope_scaling": {**scaling, "type": kind}}) for kind in ("yarn", "longrope"))
+    assert yarn == longrope
 
 
 def test_each_list_of_factors_can_have_a_scale_of_its_own() -> None:
