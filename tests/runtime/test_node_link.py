@@ -186,7 +186,7 @@ def test_a_start_that_fails_ends_links_and_processes(tmp_path: Path, monkeypatch
     config = EngineConfig.from_flat({**hosts, "model": str(folder), "device": "cpu"})
     model = read_config(json.loads((folder / "config.json").read_text()))
     down, up = connected(3)
-    monkeypatch.setattr(build_engine, "NodeListener", lambda settings: SimpleNamespace(wait=lambda: down))
+    monkeypatch.setattr(build_engine, "NodeListener", lambda settings: SimpleNamespace(wait=lambda check: down))
     monkeypatch.setattr(build_engine, "check_divides", lambda *of_model: None)
     monkeypatch.setattr(ScriptedProcesses, "lines", "")
     processes = ScriptedProcesses(1)
