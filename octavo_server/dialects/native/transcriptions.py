@@ -71,22 +71,27 @@ class FormDialect(Dialect[TranscriptionBody]):
     MEDIA_TYPE = MEDIA_TYPE
 
     async def serve(self, request: Request) -> Response:
-        server, content = server_of(request), io.BytesIO()
-        server.check_room(request)
-        form = MultipartForm(request, content)
-
-        def decode(data: bytes) -> tuple[TranscriptionBody, list[str]]:
-            form.take(data)
-            form.finish()
-            if form.file_name is None:
-                raise MissingParameter(FILE)
-            body, ignored_fields = decoder.read(_as_json(form.fields))
-            body.file = content.getvalue()
-            return body, ignored_fields
-
-        body, ignored_fields = await server.body_receiver.read(request, decode)
-        request.state.decoded = server.of_model(body.model), body, ignored_fields
+        request.state.decoded = await _decoded(request)
         return await super().serve(request)
+
+
+async def _decoded(request: Request) -> tuple[ModelServices, TranscriptionBody, list[str]]:
+    """See ``ServerServices.decoded``. Raises ``RequestError``."""
+    server, content = server_of(request), io.BytesIO()
+    server.check_room(request)
+    form = MultipartForm(request, content)
+
+    def decode(data: bytes) -> tuple[TranscriptionBody, list[str]]:
+        form.take(data)
+        form.finish()
+        if form.file_name is None:
+            raise MissingParameter(FILE)
+        body, ignored_fields = decoder.read(_as_json(form.fields))
+        body.file = content.getvalue()
+        return body, ignored_fields
+
+    body, ignored_fields = await server.body_receiver.read(request, decode)
+    return server.of_model(body.model), body, ignored_fields
 
 
 def _as_json(fields: Mapping[str, bytes | bytearray]) -> bytes:
@@ -144,7 +149,8 @@ async def _translate(
     names = FieldNames({"messages": FILE}, {"messages": places}, {".content[0]": ""})
 
     async def read_file(name: str) -> bytes:
-        return body.file
+        sound, body.file = body.file, b""  # which is held no longer than until it is decoded
+        return sound
 
     made = submission(services, chat, request, lambda reply: Transcript(reply, asked, body), EventStream, names)
     prompts = [each.begun(asked.answer_start) for each in made.request.prompts if isinstance(each, Conversation)]
