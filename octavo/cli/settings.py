@@ -18,7 +18,7 @@ from octavo.cli.parser import SETTINGS, Parser
 from octavo.config import EngineConfig, ServeConfig, settings
 from octavo.errors import ConfigError
 from octavo.names_of_others import FLAGS_OF_OTHERS, VARIABLES_OF_OTHERS
-from octavo.setting import SECRETS, Setting
+from octavo.setting import MOST, MOST_REAL, SECRETS, Setting
 
 PREFIX_OF_INFERENGINE = "INFERENGINE_"
 PREFIX = "OCTAVO_"
@@ -220,17 +220,20 @@ def _suggestion(name: str, known: Sequence[str], prefix: str = "") -> str:
 
 def positive(text: str) -> int:
     """Parse a flag's integer of at least 1. Raises ``ArgumentTypeError``, or ``ValueError`` if it is not an integer."""
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1, got {text}")
-    return value
+    return _whole(text, 1)
 
 
 def at_least_0(text: str) -> int:
     """Parse a flag's integer of at least 0. Raises ``ArgumentTypeError``, or ``ValueError`` if it is not an integer."""
+    return _whole(text, 0)
+
+
+def _whole(text: str, least: int) -> int:
     value = int(text)
-    if value < 0:
-        raise argparse.ArgumentTypeError(f"must be at least 0, got {text}")
+    if value < least:
+        raise argparse.ArgumentTypeError(f"must be at least {least}, got {text}")
+    if value > MOST:
+        raise argparse.ArgumentTypeError(f"must be at most {MOST}, got {text}")
     return value
 
 
@@ -239,4 +242,12 @@ def above_zero(text: str) -> float:
     value = float(text)
     if not value > 0:
         raise argparse.ArgumentTypeError(f"must be above 0, got {text}")
+    return value
+
+
+def bounded(text: str) -> float:
+    """Parse a flag's number above 0 that is not infinite. Raises as ``above_zero``."""
+    value = above_zero(text)
+    if value > MOST_REAL:
+        raise argparse.ArgumentTypeError(f"must be at most {MOST_REAL}, got {text}")
     return value

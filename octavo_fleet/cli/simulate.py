@@ -10,7 +10,7 @@ from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
-from octavo.cli.settings import above_zero, add_flag, flag_name, positive
+from octavo.cli.settings import above_zero, add_flag, bounded, flag_name, positive
 from octavo.cli.terminal import table
 from octavo.config import EngineConfig, settings
 from octavo.errors import ConfigError
@@ -37,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--router", default="least-loaded", help="round-robin, random, session, least-loaded or prefix-aware"
     )
-    parser.add_argument("--weight-bits", type=above_zero, default=16, help="bits per weight")
+    parser.add_argument("--weight-bits", type=bounded, default=16, help="bits per weight")
     parser.add_argument(
         "--cost-log",
         type=Path,
@@ -52,8 +52,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "recorded trace",
     )
     work.add_argument("--num-prompts", type=positive, default=1000, help="total requests, later turns included")
-    work.add_argument("--rate", type=above_zero, help="requests per second, later turns included")
-    work.add_argument("--burstiness", type=above_zero, default=1.0, help="1 is Poisson arrivals, less is burstier")
+    work.add_argument("--rate", type=bounded, help="requests per second, later turns included")
+    work.add_argument("--burstiness", type=bounded, default=1.0, help="1 is Poisson arrivals, less is burstier")
     work.add_argument("--concurrency", type=positive, help="closed-loop clients, each with one request at a time")
     work.add_argument("--input-len", type=positive, help="mean prompt tokens; default: the workload's")
     work.add_argument("--output-len", type=positive, help="mean output tokens; default: the workload's")
@@ -65,7 +65,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     goal.add_argument("--slo-share", type=float, default=0.99, help="fraction of requests that must meet the targets")
     goal.add_argument("--search", action="store_true", help="find the fewest devices that meet the targets")
-    goal.add_argument("--price", type=above_zero, help="price of a device per hour")
+    goal.add_argument("--price", type=bounded, help="price of a device per hour")
     goal.add_argument("--output", type=Path, help="write the results to this file, as JSON")
     goal.add_argument("--json", action="store_true", help="print the results as JSON instead of tables")
     goal.add_argument("--plot", type=Path, help="write a PNG to this file; needs matplotlib")

@@ -37,6 +37,8 @@ PEER = "bench peer tiny --engine vllm --python /nowhere"
         ("demo --max-num-seqs 0", "--max-num-seqs/--max-batch-size: must be at least 1"),
         ("debug diff tiny --tensor-parallel-size 2", "unknown argument '--tensor-parallel-size'"),
         ("simulate --rate 5 --concurrency 5", "--rate and --concurrency: "),
+        ("simulate --rate inf", "--rate: must be at most 1000000000, got inf"),
+        ("simulate --replicas 9999999999999", "--replicas: must be at most 1000000000000, got 9999999999999"),
         ("simulate --weight-bits 0", "--weight-bits: must be above 0"),
         ("doctor --kv-cache-memory inf", "--kv-cache-memory: expected a finite number, got 'inf'"),
         ("doctor --seed 4294967296", "--seed: must be at most 4294967295"),
