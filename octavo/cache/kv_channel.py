@@ -173,7 +173,7 @@ class HoldingServer:
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
         for channel in [*self._connections]:
-            channel.close()
+            channel.shut()
         self._held.close()
 
     def _accept(self) -> None:
@@ -194,9 +194,10 @@ class HoldingServer:
             if len(self._connections) >= MAX_CONNECTIONS:
                 logger.warning("there are %d connections for KV blocks, of which one is closed", MAX_CONNECTIONS)
                 first = next((each for each, is_known in self._connections.copy().items() if not is_known), channel)
-                first.close()  # one whose peer takes longer to log in than any with the key
+                first.shut()  # one whose peer takes longer to log in than any with the key
                 self._connections.pop(first, None)
                 if first is channel:
+                    channel.close()
                     continue
             self._connections[channel] = False
             threading.Thread(target=self._serve, args=(channel, peer[0]), name="kv-transfer", daemon=True).start()

@@ -145,10 +145,15 @@ class Channel:
         """Wait no longer than ``seconds`` for each part of a frame."""
         self._seconds = seconds
 
-    def close(self) -> None:
-        """End the connection; a thread that waits for a frame then finds out."""
+    def shut(self) -> None:
+        """End the connection while another thread uses it, which then finds out and closes it: the next connection must
+        not have its descriptor before that."""
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """End the connection."""
+        self.shut()
         self._socket.close()
 
     def _size(self, most: int) -> int:

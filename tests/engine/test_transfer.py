@@ -470,6 +470,35 @@ def test_connections_that_are_closed_at_once_hold_up_no_other(
     assert "for a moment" not in caplog.text
 
 
+def test_a_connection_that_makes_place_keeps_its_descriptor_as_long_as_it_is_used(
+    prefill: Half, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else what is still sent over it, such as the end of TLS, would go to the next one."""
+    monkeypatch.setattr(kv_channel, "MAX_CONNECTIONS", 1)
+    used, may_end = list[Channel](), threading.Event()
+
+    def admit(credentials: Credentials, channel: Channel) -> None:
+        used.append(channel)
+        may_end.wait(30)
+
+    monkeypatch.setattr(Credentials, "admit", admit)
+    assert prefill.offload.held is not None
+    address = split_address(prefill.offload.held[1].address)
+    first = socket.create_connection(address, 30)
+    while not used:
+        time.sleep(0.001)
+    second = socket.create_connection(address, 30)
+    assert first.recv(1) == b"", "it has made place"
+    while len(used) < 2:
+        time.sleep(0.001)
+    assert used[0]._socket.fileno() >= 0
+    may_end.set()
+    while used[0]._socket.fileno() >= 0:
+        time.sleep(0.001)
+    first.close()
+    second.close()
+
+
 @pytest.mark.parametrize("prefill", ["frames"], indirect=True)
 @pytest.mark.parametrize("place", ["hello", "content"])
 def test_a_server_that_sends_a_byte_now_and_then_is_not_waited_for(
