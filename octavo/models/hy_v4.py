@@ -19,7 +19,7 @@ from octavo import ops
 from octavo.layers.attention_inputs import StepAngles
 from octavo.layers.mlp import MLP
 from octavo.layers.moe import MoE, SharedExpert
-from octavo.models.config_keys import ConfigKeys
+from octavo.models.config_keys import ONE_ACTIVATION, ConfigKeys
 from octavo.models.decoder_layer import FeedForward
 from octavo.models.deepseek import read_deepseek
 from octavo.models.deepseek_sparse import DeepseekV32ForCausalLM, SparseConfig, SparseLayer, read_owners, read_sparse
@@ -136,7 +136,7 @@ class HYV4ForCausalLM(DeepseekV32ForCausalLM):
         defaults |= {"routed_scaling_factor": 2.827, "q_lora_rank": 1536, "v_head_dim": 256, "rms_norm_eps": 1e-5}
         given = {key: value for key, value in keys.values.items() if value is not None}
         own = keys.over({**defaults, "rope_interleave": False, **given})
-        own.must_be({"rope_interleave": (False,)})
+        own.must_be({"rope_interleave": (False,), **ONE_ACTIVATION})
         own.pass_over("learnable_sink_init")
         config = read_deepseek(own, max_len, "sigmoid", stacked=("gate_up_proj", "down_proj"), shared_activation="silu")
         limit, parts = own.number("swiglu_limit", 10.0), [part.mlp for part in config.layers]

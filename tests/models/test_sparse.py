@@ -11,7 +11,7 @@ from octavo import LLM, SamplingParams
 from octavo.errors import CheckpointError
 from octavo.models.features import KEYS
 from octavo.models.registry import read_config
-from tests.models.families import make_checkpoint
+from tests.models.families import make_checkpoint, make_config
 from tests.models.test_architectures import PROMPTS, SETTINGS
 from tests.ops.cpu_cases import needs_float_kernels
 from tests.tiers import nightly
@@ -61,3 +61,9 @@ def test_a_text_has_the_same_bits_alone_in_a_batch_and_in_any_chunks(row: str, t
 def test_wrong_indexers(architecture: str, changes: dict[str, Any], message: str) -> None:
     with pytest.raises(CheckpointError, match=message):
         read_config({"architectures": [architecture], **KEYS, "num_hidden_layers": 2, **changes})
+
+
+def test_hy_v4_has_one_activation() -> None:
+    config = make_config("hy_v4/shared", hidden_act="gelu").to_dict()
+    with pytest.raises(CheckpointError, match="hidden_act is 'gelu'; it must be 'silu' or 'swish'"):
+        read_config(config)
