@@ -150,7 +150,7 @@ def test_a_client_that_was_stopped_does_not_use_what_came_there_later(
     count: int, pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """But the blocks of the batches before."""
-    pair.server._seconds = 0.1  # that of the client is longer
+    pair.server._seconds = 1.0  # longer than the batches before take, and shorter than that of the client
     transfer = pair.hold(range(9))
     later = range(100, 164)
 
