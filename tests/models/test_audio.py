@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 from transformers.audio_utils import mel_filter_bank
 
@@ -28,6 +30,7 @@ from tests.models.audio_families import (
 )
 from tests.models.vision import as_png, picture
 from tests.models.vision_base import IMAGE
+from tests.models.vision_qwen import as_omni
 
 SETTINGS: dict[str, Any] = {"dtype": "float32", "block_size": 8, "num_kv_blocks": 160}
 SCORED = SamplingParams(temperature=0, max_tokens=3, prompt_logprobs=3, logprobs=3)
@@ -114,6 +117,25 @@ def test_a_prompt_in_chunks_and_again_from_the_cache(family: Made, llm: LLM) -> 
     for prompt, output in zip(prompts, outputs, strict=True):
         assert worst_difference(name, model, prompt, output) < TOLERANCE
     assert (outputs[1].num_cached_tokens or 0) > len(begin)
+
+
+def test_the_first_files_of_qwen3_asr(tmp_path: Path) -> None:
+    """They are those of the whole of Qwen3-Omni: the projector is a part of the tower."""
+    make_audio(tmp_path, "qwen3_asr")
+    outputs = list[RequestOutput]()
+    for is_first in (False, True):
+        if is_first:
+            as_omni(tmp_path, "Qwen3ASRForConditionalGeneration")
+            stored = load_file(tmp_path / "model.safetensors")
+            projector = re.compile(r"thinker\.model\.multi_modal_projector\.linear_")
+            named = {projector.sub("thinker.audio_tower.proj", name): tensor for name, tensor in stored.items()}
+            assert named.keys() != stored.keys()
+            own = {name.replace("thinker.model.audio_tower.", "thinker.audio_tower."): named[name] for name in named}
+            save_file(own, tmp_path / "model.safetensors")
+        with LLM(tmp_path, **SETTINGS) as llm:
+            outputs += llm.generate([as_input(llm, PROMPTS[0])], SCORED)
+    assert outputs[0].prompt_logprobs == outputs[1].prompt_logprobs
+    assert outputs[0].outputs[0].logprobs == outputs[1].outputs[0].logprobs
 
 
 @pytest.mark.parametrize("family", ["omni3", "omni25"], indirect=True)

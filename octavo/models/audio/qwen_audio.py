@@ -33,8 +33,6 @@ from octavo.models.vision.tower_parts import Affine, Feedforward, LayerNorm, par
 
 AT_ONCE = 64
 """Chunks whose convolutions are computed together: what these take is 30 times as large as what comes out."""
-
-
 LONGEST = 300 * RATE
 """Samples up to which silence follows audio of Qwen2.5-Omni."""
 
@@ -150,9 +148,14 @@ class Qwen3AudioTower:
 
 
 class Qwen3ASRTower(Qwen3AudioTower):
-    """The tower of Qwen3-ASR."""
+    """The tower of Qwen3-ASR, whose first checkpoints name its parts as Qwen3-Omni's do."""
 
     maps = "multi_modal_projector.linear_1", "multi_modal_projector.linear_2"
+    own_names: ClassVar = {
+        **Qwen3AudioTower.own_names,
+        "audio_tower.proj1.": "multi_modal_projector.linear_1.",
+        "audio_tower.proj2.": "multi_modal_projector.linear_2.",
+    }
     fills_chunks = True
 
 

@@ -1,4 +1,4 @@
-"""Whisper's encoder before a decoder: Qwen2-Audio (arXiv 2407.10759), Voxtral (arXiv 2507.13264), Audio Flamingo 3.
+"""Whisper's encoder before a decoder: Qwen2-Audio (arXiv 2407.10759), Voxtral (arXiv 2507.13264).
 
 Shapes: T frames, N rows, one for two frames, D width of the tower.
 """
