@@ -91,7 +91,7 @@ def continuation(body: TGIBody, services: ModelServices, request: Request, is_li
     with IN_WORDS():
         submitted = client_request(_completion(body, services), services, request)
     image_text = services.admission.image_text
-    if image_text is not None and MARKDOWN_IMAGE.search(body.inputs):
+    if image_text is not None and services.takes_images and MARKDOWN_IMAGE.search(body.inputs):
         text = MarkedText(body.inputs, image_text, "inputs")
         submitted = dataclasses.replace(submitted, prompts=[text], prompt_field="inputs")
     return Submission(

@@ -278,6 +278,15 @@ def test_models_that_cannot(hearing: Hearing, serve_app: Callable[..., Served]) 
     assert refusal(send(served, model="another")) == (404, "model")
 
 
+def test_a_picture_in_a_text_of_tgi_is_text(hearing: Hearing) -> None:
+    """As for a model that reads text only."""
+    served, engine = hearing()
+    body = {"inputs": "![](https://a.example/a.png) What?", "parameters": {"max_new_tokens": 3}}
+    answer = served.client.post("/generate", json=body)
+    assert answer.status_code == 200, answer.text
+    assert engine.prompt().endswith("![](https://a.example/a.png) What?")
+
+
 def test_keys_and_sizes(hearing: Hearing) -> None:
     served, engine = hearing(api_key="k", max_request_bytes=100_000)
     assert send(served).status_code == 401
