@@ -7,6 +7,7 @@ their checkpoints.
 from __future__ import annotations
 
 import dataclasses
+from bisect import bisect_right
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -49,14 +50,13 @@ class AudioForm:
         return f"{self.before}{self.token_text}{self.after}"
 
     def limited(self, most_tokens: int) -> AudioForm:
-        """The form whose audio is so short that it has no more than so many tokens."""
-        seconds = self.most_seconds
-        while seconds > 1 and self._num_tokens(seconds) > most_tokens:
-            seconds = max(1.0, seconds * most_tokens / self._num_tokens(seconds) - 0.5)
-        return dataclasses.replace(self, most_seconds=seconds)
-
-    def _num_tokens(self, seconds: float) -> int:
-        return self.count(int(seconds * RATE))
+        """The form whose audio is so short that it has no more than so many tokens, to a tenth of a second, and not
+        under a second."""
+        tenths = range(10, int(10 * self.most_seconds) + 1)
+        num_fitting = bisect_right(tenths, most_tokens, key=lambda length: self.count(length * RATE // 10))
+        if num_fitting == len(tenths):
+            return self
+        return dataclasses.replace(self, most_seconds=tenths[max(0, num_fitting - 1)] / 10)
 
 
 def in_halves(samples: int) -> int:

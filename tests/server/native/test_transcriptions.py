@@ -264,6 +264,14 @@ def test_sound_that_is_too_long(hearing: Hearing) -> None:
     assert response.json()["error"]["message"].startswith("'file': the audio has 16.5 s; at most ")
 
 
+def test_as_long_a_sound_is_taken_as_there_are_slots_for(hearing: Hearing) -> None:
+    """All of Voxtral's windows of half a minute have as many tokens: the 400 slots have room for one."""
+    served, engine = hearing(VOXTRAL)
+    assert send(served, sound=wav(29.9)).status_code == 200
+    assert engine.requests[0].images[0].num_tokens == 375
+    assert send(served, sound=wav(30.5)).json()["error"]["message"].endswith("at most 30 s are allowed.")
+
+
 def test_bodies_that_are_no_such_form(hearing: Hearing) -> None:
     served, _ = hearing()
     assert refusal(served.client.post(TRANSCRIPTIONS, data={"file": "x"}, files={"a": b"x"})) == (400, "file")
