@@ -69,7 +69,7 @@ def audio_file_of(audio: Any, where: str) -> bytes:
     """The bytes of an audio file; of samples and their rate, as vLLM takes them, a WAV file. Raises
     ``InvalidParameter``."""
     rate: Any = RATE
-    if isinstance(audio, tuple | list) and len(audio) == 2 and isinstance(audio[1], int | float):
+    if isinstance(audio, tuple | list) and len(audio) == 2 and isinstance(audio[1], int | float | np.number):
         audio, rate = audio
     if not isinstance(audio, np.ndarray):
         if isinstance(audio, bytes | bytearray | memoryview | str | Path):

@@ -17,6 +17,7 @@ import pytest
 from octavo.images.audio_files import A_LAW, EXTENSIBLE, FLOAT, MU_LAW, PCM, resampled, samples_of
 from octavo.images.preparer import MAX_MEMORY, MAX_OUTPUT, MAX_SECONDS, WORKER
 from octavo.images.resizing import ImageRefused
+from octavo.llm.image_inputs import audio_file_of
 from octavo.system.child_process import ChildLost, ChildProcess
 from octavo.system.child_worker import LENGTH, REFUSED, RENDERED
 from tests.images.test_preparing import mutated
@@ -389,3 +390,9 @@ def test_a_short_sound_of_an_odd_rate_needs_few_filters(monkeypatch: pytest.Monk
         made.clear()
         sound = np.concatenate(list(resampled(iter([np.ones(count, np.float32)]), 191_999, RATE)))
         assert len(made) == len(sound) == -(-count * RATE // 191_999)
+
+
+def test_a_rate_may_be_a_number_of_numpy() -> None:
+    """As scipy and others give it."""
+    samples = np.linspace(-0.5, 0.5, 1600, dtype=np.float32)
+    assert audio_file_of((samples, np.int64(8000)), "it") == audio_file_of((samples, 8000), "it")
