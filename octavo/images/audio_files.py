@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from octavo.images.audio import SAMPLE_BYTES
 from octavo.images.resizing import ImageRefused, refusing
 
 Floats = NDArray[np.float32]
@@ -24,7 +25,6 @@ Piece = tuple[int, Floats]
 """Samples a second, and mono samples."""
 
 NEEDS_PYAV = "needs PyAV on this server: pip install 'octavo[audio]'; WAV needs nothing"
-SAMPLE_BYTES = 3
 LOWEST_RATE, HIGHEST_RATE = 1_000, 192_000
 MAGIC = {b"fLaC": "flac", b"OggS": "ogg", b"\x1aE\xdf\xa3": "matroska"}
 PCM, FLOAT, A_LAW, MU_LAW, EXTENSIBLE = 1, 3, 6, 7, 0xFFFE
@@ -203,7 +203,7 @@ def resampled(pieces: Iterator[Floats], old: int, new: int) -> Iterator[Floats]:
         yield from pieces
         return
     filters, up, down = _filters(old, new)
-    held, size, total, given = [np.zeros(filters.taps // 2 - 1, np.float32)], 0, 0, 0
+    held, total, given = [np.zeros(filters.taps // 2 - 1, np.float32)], 0, 0
     size = len(held[0])
     for piece in pieces:
         held.append(piece)

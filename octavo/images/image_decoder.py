@@ -21,6 +21,7 @@ from typing import Any
 
 from PIL import Image, ImageOps
 
+from octavo.images.audio import SAMPLE_BYTES
 from octavo.images.resizing import ImageRefused, refusing
 from octavo.images.tiling import joined, tiled
 from octavo.images.videos import Frames, for_frames, sampled
@@ -180,7 +181,7 @@ def _decoded(container: Any, choose: Choose) -> Iterator[Image.Image]:
 
 def sound(data: bytes, settings: dict[str, Any]) -> tuple[list[tuple[int, int, int]], bytes]:
     """The shape of the samples of a sound file, and these. Raises ``ImageRefused``."""
-    from octavo.images.audio_files import SAMPLE_BYTES, samples_of  # only here: images need no numpy
+    from octavo.images.audio_files import samples_of  # only here: images need no numpy
 
     samples = samples_of(data, **settings)
     return [(1, 1, len(samples) // SAMPLE_BYTES)], samples

@@ -115,7 +115,7 @@ def _asked(body: TranscriptionBody, services: ModelServices, is_translation: boo
     """What the form asks of the model, if that can do it. Raises ``RequestError``."""
     services.check_model(body.model)
     if body.response_format not in FORMATS:
-        message = f"'response_format' must be one of {', '.join(FORMATS)}: no model here writes times, as others have."
+        message = f"'response_format' must be one of {', '.join(FORMATS)}: the models write no times, as for srt."
         raise InvalidParameter("response_format", message)
     names = {}
     for field, given in (("language", body.language), ("to_language", body.to_language)):
