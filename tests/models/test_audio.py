@@ -13,9 +13,15 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 from transformers.audio_utils import mel_filter_bank
+from transformers.models.qwen2_5_omni.configuration_qwen2_5_omni import Qwen2_5OmniAudioEncoderConfig
+from transformers.models.qwen2_audio.configuration_qwen2_audio import Qwen2AudioEncoderConfig
+from transformers.models.qwen3_asr.configuration_qwen3_asr import Qwen3ASREncoderConfig
+from transformers.models.qwen3_omni_moe.configuration_qwen3_omni_moe import Qwen3OmniMoeAudioEncoderConfig
+from transformers.models.voxtral.configuration_voxtral import VoxtralEncoderConfig
 
 from octavo import LLM, RequestOutput, SamplingParams
 from octavo.models.audio.encoder import _filters
+from octavo.models.vision.towers import read_vision
 from tests.models.audio_families import (
     AROUND,
     AUDIO,
@@ -36,6 +42,14 @@ SETTINGS: dict[str, Any] = {"dtype": "float32", "block_size": 8, "num_kv_blocks"
 SCORED = SamplingParams(temperature=0, max_tokens=3, prompt_logprobs=3, logprobs=3)
 UNSCORED = SamplingParams(temperature=0, max_tokens=3, logprobs=3)
 TOLERANCE = 2e-3
+ALONE = {"qwen2_audio": "Qwen2Audio", "voxtral": "Voxtral", "qwen3_asr": "Qwen3ASR"}
+CONFIGS: dict[str, Any] = {
+    "qwen2_audio": Qwen2AudioEncoderConfig,
+    "voxtral": VoxtralEncoderConfig,
+    "qwen3_asr": Qwen3ASREncoderConfig,
+    "omni3": Qwen3OmniMoeAudioEncoderConfig,
+    "omni25": Qwen2_5OmniAudioEncoderConfig,
+}
 PICTURE = picture(100, 70, 1)
 SHORT, MIDDLE, LONG = sound(0.73, 1), sound(2.0, 2), sound(2.9, 3)
 Prompt = tuple[list[int], list[Sound]]
@@ -150,6 +164,28 @@ def test_images_and_audio_in_one_prompt(family: Made, llm: LLM) -> None:
     (output,) = llm.generate([prompt], SCORED)
     expected = with_image(name, model, tokens, SHORT, PICTURE, output.outputs[0].token_ids)
     assert difference_from(expected, output) < TOLERANCE
+
+
+@pytest.mark.parametrize("name", AUDIO_FAMILIES)
+def test_keys_that_are_left_out_are_those_of_the_class(name: str) -> None:
+    """Of a tower whose configuration says nothing."""
+    architecture = AUDIO_FAMILIES[name].whole or f"{ALONE[name]}ForConditionalGeneration"
+    values = {"architectures": [architecture], "audio_config": {"model_type": ""}, "text_config": {"hidden_size": 3584}}
+    found: Any = read_vision(values)
+    expected = CONFIGS[name]().to_dict()
+    for ours, theirs in {
+        "num_bins": ("num_mel_bins",),
+        "width": ("d_model", "hidden_size"),
+        "depth": ("encoder_layers", "num_hidden_layers"),
+        "num_heads": ("encoder_attention_heads", "num_attention_heads"),
+        "ffn_size": ("encoder_ffn_dim", "intermediate_size"),
+    }.items():
+        assert getattr(found, ours) == next(expected[key] for key in theirs if key in expected)
+    if "n_window" in expected:
+        assert found.chunk == 2 * expected["n_window"]
+    if "n_window_infer" in expected:
+        assert found.chunks_together == expected["n_window_infer"] // found.chunk
+        assert found.num_channels == expected["downsample_hidden_size"]
 
 
 @pytest.mark.parametrize("num_bins", [80, 128])

@@ -41,24 +41,25 @@ class AudioConfig(VisionConfig):
     activation: Activation
 
 
-def read_audio(keys: ConfigKeys) -> dict[str, object]:
-    """The settings that all towers have, for ``AudioConfig``. Raises ``CheckpointError``."""
+def read_audio(keys: ConfigKeys, **others: int) -> dict[str, object]:
+    """The settings that all towers have, for ``AudioConfig``; ``others``: defaults that are not
+    Whisper's. Raises ``CheckpointError``."""
     inner, text = part(keys, "audio_config"), part(keys, "text_config")
 
     def size(names: tuple[str, str], default: int) -> int:
         name = next((name for name in names if inner.has(name)), names[0])
         return inner.size(name, default)
 
-    width = size(("d_model", "hidden_size"), 1280)
-    num_heads = size(("encoder_attention_heads", "num_attention_heads"), 20)
+    width = size(("d_model", "hidden_size"), others.get("width", 1280))
+    num_heads = size(("encoder_attention_heads", "num_attention_heads"), others.get("num_heads", 20))
     if width % num_heads or width % 2:
         raise wrong("audio_config.d_model", width, f"an even multiple of {num_heads}, the number of heads")
     return {
         "hidden_size": text.size("hidden_size", 4096),
         "num_bins": inner.size("num_mel_bins", 128),
-        "depth": size(("encoder_layers", "num_hidden_layers"), 32),
+        "depth": size(("encoder_layers", "num_hidden_layers"), others.get("depth", 32)),
         "width": width,
-        "ffn_size": size(("encoder_ffn_dim", "intermediate_size"), 5120),
+        "ffn_size": size(("encoder_ffn_dim", "intermediate_size"), others.get("ffn_size", 5120)),
         "num_heads": num_heads,
         "activation": inner.choice("activation_function", ACTIVATIONS, "gelu"),
     }

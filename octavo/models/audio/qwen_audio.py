@@ -44,8 +44,8 @@ class ChunkedConfig(AudioConfig):
     output_size: int
 
 
-def _read(keys: ConfigKeys, window: int) -> dict[str, Any]:
-    inner, known = part(keys, "audio_config"), read_audio(keys)
+def _read(keys: ConfigKeys, window: int, **others: int) -> dict[str, Any]:
+    inner, known = part(keys, "audio_config"), read_audio(keys, **others)
     if (output_size := inner.size("output_dim", 3584)) != known["hidden_size"]:
         raise wrong("audio_config.output_dim", output_size, f"{known['hidden_size']}, the width of the decoder")
     return {**known, "chunk": 2 * inner.size("n_window", window), "output_size": output_size}
@@ -102,10 +102,12 @@ class Qwen3AudioTower:
     maps = "audio_tower.proj1", "audio_tower.proj2"
     fills_chunks = False
     """Whether silence fills up a single chunk."""
+    defaults: ClassVar[dict[str, int]] = {}
+    """Those that are not Whisper's."""
 
     @classmethod
     def read_config(cls, keys: ConfigKeys) -> Qwen3AudioConfig:
-        inner, known = part(keys, "audio_config"), _read(keys, 50)
+        inner, known = part(keys, "audio_config"), _read(keys, 50, **cls.defaults)
         return Qwen3AudioConfig(
             **known,
             num_channels=inner.size("downsample_hidden_size", 480),
@@ -157,6 +159,7 @@ class Qwen3ASRTower(Qwen3AudioTower):
         "audio_tower.proj2.": "multi_modal_projector.linear_2.",
     }
     fills_chunks = True
+    defaults: ClassVar = {"width": 1024, "num_heads": 16, "depth": 24, "ffn_size": 4096}
 
 
 def num_rows(count: int) -> int:
