@@ -17,7 +17,7 @@ import octavo
 from octavo import cli, plugins
 from octavo.cli import COMMANDS, main
 from octavo.config import ServeConfig, settings
-from octavo.errors import CheckpointError
+from octavo.errors import CheckpointError, ConfigError
 
 HEAVY = ("torch", "numba", "transformers", "starlette", "tokenizers", "httpx", "rich", "yaml", "shtab")
 
@@ -51,7 +51,11 @@ def test_the_table_of_commands_is_complete() -> None:
 def test_every_part_of_the_packages_around_is_there() -> None:
     for group, named in plugins.OWN.items():
         assert plugins.parts(group).keys() >= named.keys()
-        assert all(plugins.load(group, name) is not None for name in named if group != plugins.COMPILERS)
+        if group == plugins.STAGE_HOSTS and find_spec("ray") is None:
+            with pytest.raises(ConfigError, match=r"pip install 'octavo\[ray\]'"):
+                plugins.load(group, "ray")
+        elif group != plugins.COMPILERS:
+            assert all(plugins.load(group, name) is not None for name in named)
 
 
 @pytest.fixture

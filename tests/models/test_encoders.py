@@ -276,7 +276,7 @@ def test_every_key_that_transformers_writes_is_known(
     [
         ({"position_embedding_type": "relative_key"}, "position_embedding_type"),
         ({"is_decoder": True}, "is_decoder"),
-        ({"hidden_act": "silu"}, "hidden_act"),
+        ({"hidden_act": "gelu_10"}, "hidden_act"),
         ({"hidden_size": 30}, "hidden_size"),
         ({"architectures": ["MPNetModel"], "relative_attention_num_buckets": 64}, "num_buckets is 64; it must be 32"),
         ({"architectures": ["BertForSequenceClassification"], "num_labels": 0}, "num_labels"),
