@@ -73,6 +73,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "bert/tanh_gelu_one_head": ("BertModel", {**BERT, "hidden_act": "gelu_new", "num_attention_heads": 1}),
     "bert/relu": ("BertModel", {**BERT, "hidden_act": "relu"}),
+    "bert/silu": ("BertModel", {**BERT, "hidden_act": "silu"}),
     "bert/judge": ("BertForSequenceClassification", {**BERT, **JUDGE}),
     "bert/judge_of_logits": ("BertForSequenceClassification", {**BERT, **JUDGE, **IDENTITY}),
     "bert/several_may_hold": (
