@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import unicodedata
 from pathlib import Path
 from typing import Any
 
@@ -155,6 +156,44 @@ def test_no_tokenizer_is_none_but_another_form_is_refused(tmp_path: Path) -> Non
     assert load_tokenizer(tmp_path) is None
     (tmp_path / "vocab.json").write_bytes(b"{}")
     with pytest.raises(CheckpointError, match=r"has vocab\.json; only tokenizer\.json, tokenizer\.model, tekken\.json"):
+        load_tokenizer(tmp_path)
+
+
+def write_qwen(folder: Path, merges: str, vocabulary: Any = None) -> None:
+    alphabet = sorted(byte_level_alphabet(), key=byte_level_alphabet().__getitem__)
+    known = {token: index for index, token in enumerate([*alphabet, "th", "the", "Ġthe", "Ã©"])}
+    (folder / "vocab.json").write_text(json.dumps(known if vocabulary is None else vocabulary))
+    (folder / "merges.txt").write_text(merges)
+    turn = {"content": "<|im_end|>", "special": True, "normalized": False}
+    config = {"tokenizer_class": "Qwen2Tokenizer", "eos_token": "<|im_end|>", "add_bos_token": False}
+    config |= {"added_tokens_decoder": {str(len(known)): turn}, "chat_template": "it"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+
+
+PAIRS = "#version: 0.2\nt h\nth e\nĠ the\nÃ ©\n"
+
+
+def test_a_vocabulary_and_merges_of_qwen(tmp_path: Path) -> None:
+    """As Qwen3-Omni and the first files of Qwen3-ASR have them, also of composed characters and of digits."""
+    transformers = pytest.importorskip("transformers")
+    write_qwen(tmp_path, PAIRS)
+    found, expected = load(tmp_path), transformers.AutoTokenizer.from_pretrained(tmp_path)
+    for text in ("the 123 the<|im_end|>The th", "é é it's\n\n  the", "中文😀 th"):
+        assert found.encode(text) == expected(text).input_ids
+        assert found.decode(found.encode(text), False) == unicodedata.normalize("NFC", text)
+    assert (found.eos_token_ids, found.chat_template) == ((260,), "it")
+
+
+@pytest.mark.parametrize(
+    ("merges", "vocabulary"),
+    [("t h e\n", None), ("t\n", None), ("t zz\n", None), ("", []), ("", {"a": "b"}), ("", {"a": -1}), ("", {})],
+)
+def test_a_damaged_vocabulary_of_qwen_is_refused(tmp_path: Path, merges: str, vocabulary: Any) -> None:
+    write_qwen(tmp_path, merges, vocabulary)
+    with pytest.raises(CheckpointError, match=r"merges\.txt|vocab\.json|added token"):
+        load_tokenizer(tmp_path)
+    (tmp_path / "merges.txt").unlink()
+    with pytest.raises(CheckpointError, match=r"merges\.txt|vocab\.json"):
         load_tokenizer(tmp_path)
 
 

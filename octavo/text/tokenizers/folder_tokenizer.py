@@ -1,5 +1,5 @@
-"""Read the tokenizer of a Hugging Face folder: tokenizer.json, tokenizer.model or strings by rank, and their
-configuration files.
+"""Read the tokenizer of a Hugging Face folder: tokenizer.json, tokenizer.model, strings by rank or Qwen's vocab.json,
+and their configuration files.
 
 tokenizer.json decides which special tokens surround a text, as in transformers 5; ``add_bos_token`` and the like in
 tokenizer_config.json apply only to folders with a SentencePiece model instead.
@@ -13,10 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import tokenizers
-from tokenizers import AddedToken
+from tokenizers import AddedToken, models
 
 from octavo.errors import CANCELLATIONS, CheckpointError, failures_as
 from octavo.text.tokenizers import ranked_tokenizer
+from octavo.text.tokenizers.gguf_tokenizer import WORD_RULES, byte_level
 from octavo.text.tokenizers.sentencepiece_model import SentencePieceModel
 from octavo.text.tokenizers.tokenizer_limits import TextLimits
 from octavo.text.tokenizers.tokenizer_parts import TokenizerParts, wrap_with_special_tokens
@@ -25,8 +26,12 @@ from octavo.weights.generation_config import token_ids
 MAX_TOKENIZER_BYTES = 256 << 20
 MAX_CONFIG_BYTES = 16 << 20
 MODEL_NAME = "tokenizer.model"
+VOCABULARY, MERGES = "vocab.json", "merges.txt"
+QWEN = ("Qwen2Tokenizer", "Qwen2TokenizerFast")
+"""Classes for which it is known what a word is, as these two files do not say it."""
 FILES = (
     *("tokenizer.json", MODEL_NAME, ranked_tokenizer.TEKKEN, ranked_tokenizer.TIKTOKEN),
+    *(VOCABULARY, MERGES),
     *("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
     *("config.json", "generation_config.json", "chat_template.json"),
 )
@@ -34,7 +39,7 @@ FILES = (
 _SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _LEAST_KNOWN = "".join(map(chr, (*range(0x800), *range(0x800, 0xD800, 64), *range(0x10000, 0x110000, 0x1000))))
 """A text with each byte that UTF-8 has, and with characters that few vocabularies have."""
-_OTHER_FORMS = ("vocab.json", "vocab.txt")
+_OTHER_FORMS = (VOCABULARY, "vocab.txt")
 
 
 def read_parts(folder: Path) -> TokenizerParts | None:
@@ -51,6 +56,8 @@ def read_parts(folder: Path) -> TokenizerParts | None:
     elif (ranked := _read_ranked(folder, config, declared)) is not None:
         backend, named, template = ranked.backend, ranked.special_tokens | named, ranked.template
         config = {"add_bos_token": ranked.adds_bos, **config}
+    elif config.get("tokenizer_class") in QWEN and (folder / VOCABULARY).is_file():
+        backend = _read_qwen(folder, config)
     else:
         _refuse_other_forms(folder)
         return None
@@ -79,11 +86,21 @@ def _read_ranked(
     return None
 
 
+def _read_qwen(folder: Path, config: Mapping[str, Any]) -> tokenizers.Tokenizer:
+    """Byte-level BPE with a vocabulary in JSON, and merges in lines."""
+    file, vocabulary = folder / MERGES, _read_object(folder / VOCABULARY)
+    lines = _read_text(file, MAX_CONFIG_BYTES).split("\n")
+    pairs: list[Any] = [tuple(line.split(" ")) for line in lines if line and not line.startswith("#version")]
+    with failures_as(lambda error: CheckpointError(f"{file}: not a tokenizer that can be read: {str(error)[:500]}")):
+        model = models.BPE(vocab=vocabulary, merges=pairs)
+    return _checked(byte_level(model, WORD_RULES["qwen2"], config.get("add_prefix_space") is True), file)
+
+
 def _refuse_other_forms(folder: Path) -> None:
     for name in _OTHER_FORMS:
         if (folder / name).is_file():
-            readable = ", ".join(("tokenizer.json", MODEL_NAME, ranked_tokenizer.TEKKEN))
-            raise CheckpointError(f"{folder}: has {name}; only {readable} and Kimi's tiktoken.model can be read")
+            readable = ", ".join(("tokenizer.json", MODEL_NAME, ranked_tokenizer.TEKKEN, "Kimi's tiktoken.model"))
+            raise CheckpointError(f"{folder}: has {name}; only {readable} and Qwen's vocab.json can be read")
 
 
 def _wrap(backend: tokenizers.Tokenizer, config: dict[str, Any], special_tokens: dict[str, str], folder: Path) -> None:
@@ -106,6 +123,10 @@ def _read_backend(file: Path) -> tokenizers.Tokenizer:
         backend = tokenizers.Tokenizer.from_str(text)
     backend.no_padding()  # which could be of any length
     backend.no_truncation()
+    return _checked(backend, file)
+
+
+def _checked(backend: tokenizers.Tokenizer, file: Path) -> tokenizers.Tokenizer:
     TextLimits(backend, file)
     _check_unknown_token(backend, file)
     return backend

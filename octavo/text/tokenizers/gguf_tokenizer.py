@@ -277,12 +277,18 @@ def _byte_level(reader: _Metadata) -> tuple[tokenizers.Tokenizer, bool]:
     rule = word_rule(reader.get("pre", "default"), reader.origin)
     merges = [_pair(merge, reader) for merge in reader.strings("merges")]
     vocabulary = {token: index for index, token in enumerate(reader.tokens)}
-    backend = tokenizers.Tokenizer(_bpe(reader, vocabulary, merges, ignore_merges=rule.whole_words))
+    model = _bpe(reader, vocabulary, merges, ignore_merges=rule.whole_words)
+    return byte_level(model, rule, reader.flag("add_space_prefix", False)), rule.add_bos
+
+
+def byte_level(model: models.BPE, rule: WordRule, add_prefix_space: bool) -> tokenizers.Tokenizer:
+    """The tokenizer of a model whose tokens spell bytes."""
+    backend = tokenizers.Tokenizer(model)
     if rule.compose:
         backend.normalizer = rule.normalizer()
-    backend.pre_tokenizer = rule.pre_tokenizer(reader.flag("add_space_prefix", False))
+    backend.pre_tokenizer = rule.pre_tokenizer(add_prefix_space)
     backend.decoder = decoders.ByteLevel()
-    return backend, rule.add_bos
+    return backend
 
 
 def _pair(merge: str, reader: _Metadata) -> tuple[str, str]:
