@@ -81,8 +81,8 @@ class EmbeddingPool:
         except CANCELLATIONS:
             raise
         except BaseException as error:
-            logger.exception("the vision tower failed")
-            return FailedReply(RunnerError(f"the vision tower failed: {type(error).__name__}: {error}"))
+            logger.exception("a tower failed")
+            return FailedReply(RunnerError(f"the tower for images or audio failed: {type(error).__name__}: {error}"))
         return Done(None)
 
     def use_graphs(self) -> None:
