@@ -80,9 +80,14 @@ def _allowed(item: Setting) -> str:
     """The values that are allowed, where there are bounds."""
     if item.choices:
         return " (" + ", ".join(f"`{choice}`" for choice in item.choices) + ")"
-    bounds = [f"at least {item.low:.12g}"] if item.low is not None else []
-    bounds += [f"at most {item.high:.12g}"] if item.high is not None else []
+    bounds = [f"at least {_number(item.low)}"] if item.low is not None else []
+    bounds += [f"at most {_number(item.high)}"] if item.high is not None else []
     return f" ({', '.join(bounds)})" if bounds else ""
+
+
+def _number(bound: float) -> str:
+    """Whole numbers with all digits."""
+    return str(bound) if isinstance(bound, int) else f"{bound:.12g}"
 
 
 def _cell(text: str) -> str:
