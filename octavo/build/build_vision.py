@@ -161,12 +161,12 @@ def measured_bytes(
 
 
 def audio_bytes(tower: Tower, audio: AudioForm | None, form: WeightFormat) -> int:
-    """Bytes of a GPU that computing the longest audio takes; 0 for a model that takes none."""
+    """Bytes of a GPU that the longest audio and its computation take; 0 for a model that takes none."""
     if audio is None:
         return 0
-    samples = torch.zeros(1, 1, int(audio.most_seconds * RATE), 3, dtype=torch.uint8, device=form.device)
     before = torch.cuda.memory_allocated(form.device)
     torch.cuda.reset_peak_memory_stats(form.device)
+    samples = torch.zeros(1, 1, int(audio.most_seconds * RATE), 3, dtype=torch.uint8, device=form.device)
     with torch.inference_mode():
         tower(Pixels(samples, AUDIO_DETAILS, (), ()))
     taken = torch.cuda.max_memory_allocated(form.device) - before

@@ -20,8 +20,13 @@ from transformers.models.qwen3_omni_moe.configuration_qwen3_omni_moe import Qwen
 from transformers.models.voxtral.configuration_voxtral import VoxtralEncoderConfig
 
 from octavo import LLM, RequestOutput, SamplingParams
+from octavo.build.build_vision import audio_bytes
+from octavo.images.families import read_processor
 from octavo.models.audio.encoder import _filters
-from octavo.models.vision.towers import read_vision
+from octavo.models.vision.tower import Pixels
+from octavo.models.vision.towers import load_tower, read_vision
+from octavo.quant.stored.stored_weight import WeightFormat
+from octavo.weights.checkpoint import open_checkpoint
 from tests.models.audio_families import (
     AROUND,
     AUDIO,
@@ -186,6 +191,31 @@ def test_keys_that_are_left_out_are_those_of_the_class(name: str) -> None:
     if "n_window_infer" in expected:
         assert found.chunks_together == expected["n_window_infer"] // found.chunk
         assert found.num_channels == expected["downsample_hidden_size"]
+
+
+def test_what_a_gpu_measures_at_its_start(family: Made, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The longest audio that a request may have, in the type of GPUs; what is allocated counts from before it is."""
+    _, folder, _ = family
+    checkpoint, form = open_checkpoint(folder), WeightFormat(torch.bfloat16, torch.device("cpu"))
+    config, processor = read_vision(checkpoint.config), read_processor(folder)
+    assert config is not None
+    assert processor is not None
+    audio, lengths = processor.limited(100).audio, list[int]()
+    assert audio is not None
+    tower = load_tower(checkpoint.config, config, checkpoint, form).tower
+
+    def watched(sound: Pixels) -> torch.Tensor:
+        lengths.append(sound.pixels.numel() // 3)
+        made = tower(sound)
+        assert len(made) == audio.count(lengths[0]) <= 100
+        return made
+
+    for name in ("reset_peak_memory_stats", "empty_cache"):
+        monkeypatch.setattr(torch.cuda, name, lambda *_: None)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _: 5)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda _: 12)
+    assert audio_bytes(watched, audio, form) == 7
+    assert lengths == [int(audio.most_seconds * RATE)]
 
 
 @pytest.mark.parametrize("num_bins", [80, 128])
