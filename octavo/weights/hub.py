@@ -14,10 +14,10 @@ from octavo.errors import ConfigError, first_line_of
 from octavo.weights.gguf.hub_gguf import fetch_gguf, parse_hub_gguf
 from octavo.weights.gguf.split_files import gguf_in, parts_of
 
-FETCHED_FILES = ["*.safetensors", "*.json", "*.jinja", "tokenizer.model", "tiktoken.model", "merges.txt"]
 TOKENIZER_FILES = ["*.json", "*.jinja", "tokenizer.model", "tiktoken.model", "merges.txt"]
 """What is fetched where a worker has the weights."""
-PYTORCH_FILES = ["*.bin", "*.json", "*.jinja", "tokenizer.model", "tiktoken.model", "merges.txt"]
+FETCHED_FILES = ["*.safetensors", *TOKENIZER_FILES]
+PYTORCH_FILES = ["*.bin", *TOKENIZER_FILES]
 """What is fetched instead with load format pt."""
 IGNORED_FILES = ["[!0-9]*/*.safetensors", "[!0-9]*/*.bin", "*/*.model", "consolidated*", "training_args.bin"]
 """Duplicates of the weights in other layouts. Other files in subfolders are kept: they may configure pooling, and have
