@@ -42,6 +42,7 @@ from octavo.images.processors import (
 )
 from octavo.images.tiled_families import TILED, Maker, tokens_around
 from octavo.images.videos import VideoForm
+from octavo.text.tokenizers.folder_tokenizer import declared_tokens
 from octavo.weights.folder import find_file, with_architecture
 from octavo.weights.gguf.gguf_reader import vocabulary
 from octavo.weights.gguf.projector import open_projector
@@ -110,7 +111,9 @@ def _tokens(folder: Path) -> dict[str, int]:
     tokenizer = _read(folder, "tokenizer.json")
     given, vocabulary = tokenizer.get("added_tokens"), (tokenizer.get("model") or {}).get("vocab")
     found = {token["content"]: token["id"] for token in given} if isinstance(given, list) else {}
-    found = {**_read(folder, "added_tokens.json"), **found}
+    added = _read(folder, "added_tokens.json")
+    declared = declared_tokens(_read(folder, "tokenizer_config.json"), added, folder)
+    found = {**added, **{token.content: number for number, token in declared.items()}, **found}
     if isinstance(vocabulary, dict):
         found |= {line: vocabulary[text] for text, line in LINE_TOKENS.items() if text in vocabulary}
         found |= {digit: vocabulary[digit] for digit in string.digits if digit in vocabulary}

@@ -389,13 +389,17 @@ def test_settings_of_images_are_files_of_the_folder(tmp_path: Path) -> None:
         read_processor(folder)
 
 
-def test_the_texts_of_omni_are_those_of_its_vocabulary(tmp_path: Path) -> None:
-    """Its template writes them, where Qwen2.5-VL has others for the same ids."""
+@pytest.mark.parametrize("is_declared", [False, True])
+def test_the_texts_of_omni_are_those_of_its_vocabulary(tmp_path: Path, is_declared: bool) -> None:
+    """Its template writes them, where Qwen2.5-VL has others for the same ids. Folders without a tokenizer.json declare
+    them elsewhere."""
     texts = {"<|vision_bos|>": 151_652, "<|vision_eos|>": 151_653, "<|IMAGE|>": 151_655}
     tokenizer = {"added_tokens": [{"content": text, "id": number} for text, number in texts.items()]}
     thinker = {"image_token_index": 151_655, "vision_config": {"hidden_size": 64}}
     config = {"architectures": ["Qwen2_5OmniModel"], "thinker_config": thinker}
-    (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer))
+    decoder = {"added_tokens_decoder": {str(number): {"content": text} for text, number in texts.items()}}
+    name = "tokenizer_config.json" if is_declared else "tokenizer.json"
+    (tmp_path / name).write_text(json.dumps(decoder if is_declared else tokenizer))
     (tmp_path / "config.json").write_text(json.dumps(config))
     processor = read_processor(tmp_path)
     assert processor is not None
