@@ -22,11 +22,24 @@ from octavo.text import chat_template
 from octavo.text.tokenizer import Tokenizer
 from octavo_server.app import create_app
 from octavo_server.http.server import HTTPServer
-from tests.server.in_process import InProcessEngine, byte_tokenizer
+from tests.server.in_process import IM_END, InProcessEngine, byte_tokenizer
 from tests.server.kept_processes import KeptProcess
 
 TICK_SECONDS = 0.1
 """Time between looks for connections that are late."""
+
+
+HERMES = (
+    "{% if tools %}<tool_call>arguments</tool_call> {{ tools | tojson }}{% endif %}<think></think>"
+    "{% for m in messages %}{{ m.role }}:{{ m.content }}{% if m.tool_calls %}{{ m.tool_calls | tojson }}{% endif %}"
+    "{% if m.reasoning_content %}({{ m.reasoning_content }}){% endif %}\n{% endfor %}"
+    "{% if enable_thinking %}think{% endif %}"
+)
+CALLS = '<think>Two and two.</think>I add.\n<tool_call>\n{"name": "add", "arguments": {"a": 2}}\n</tool_call>'
+
+
+def tokens_of(text: str) -> list[int]:
+    return [*text.encode(), IM_END]
 
 
 class PromptServer(HTTPServer):
@@ -166,5 +179,21 @@ def serve_app(tokenizer: Tokenizer) -> Iterator[Callable[..., Served]]:
 def served() -> Iterator[Served]:
     """One server with default settings for the tests of a module that leave no trace."""
     served = Served(InProcessEngine(), byte_tokenizer(), {})
+    yield served
+    served.stop()
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Served]:
+    """One with default settings, for a module's tests."""
+    served = Served(InProcessEngine(), byte_tokenizer(), {})
+    yield served
+    served.stop()
+
+
+@pytest.fixture(scope="module")
+def caller() -> Iterator[Served]:
+    """A server whose model thinks, then calls a function."""
+    served = Served(InProcessEngine(lambda request: tokens_of(CALLS)), byte_tokenizer(HERMES), {})
     yield served
     served.stop()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -18,13 +17,6 @@ from tests.server.conftest import Served
 from tests.server.in_process import ANSWER, InProcessEngine, byte_tokenizer
 
 PATH = "/v1/messages/batches"
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[Served]:
-    served = Served(InProcessEngine(), byte_tokenizer(), {})
-    yield served
-    served.stop()
 
 
 def requests(count: int, **params: Any) -> Any:

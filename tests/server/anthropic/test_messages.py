@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Literal
 
 import pydantic
@@ -11,8 +10,8 @@ import pytest
 
 from octavo.text.message_pieces import Call
 from octavo_server.dialects.chat_reply import members_of
-from tests.server.conftest import Served
-from tests.server.in_process import ANSWER, IM_END, InProcessEngine, byte_tokenizer
+from tests.server.conftest import CALLS, Served, tokens_of
+from tests.server.in_process import ANSWER, InProcessEngine, byte_tokenizer
 from tests.server.writing_engine import writing_engine
 
 if TYPE_CHECKING:
@@ -21,36 +20,10 @@ if TYPE_CHECKING:
 MESSAGES: Any = [{"role": "user", "content": "Hi"}]
 PROMPT = "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
 TOOLS: Any = [{"name": "add", "description": "Add.", "input_schema": {"type": "object", "properties": {}}}]
-HERMES = (
-    "{% if tools %}<tool_call>arguments</tool_call> {{ tools | tojson }}{% endif %}<think></think>"
-    "{% for m in messages %}{{ m.role }}:{{ m.content }}{% if m.tool_calls %}{{ m.tool_calls | tojson }}{% endif %}"
-    "{% if m.reasoning_content %}({{ m.reasoning_content }}){% endif %}\n{% endfor %}"
-    "{% if enable_thinking %}think{% endif %}"
-)
-CALLS = '<think>Two and two.</think>I add.\n<tool_call>\n{"name": "add", "arguments": {"a": 2}}\n</tool_call>'
 
 
 class Pick(pydantic.BaseModel):
     a: Literal[1, 2]
-
-
-def tokens_of(text: str) -> list[int]:
-    return [*text.encode(), IM_END]
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[Served]:
-    served = Served(InProcessEngine(), byte_tokenizer(), {})
-    yield served
-    served.stop()
-
-
-@pytest.fixture(scope="module")
-def caller() -> Iterator[Served]:
-    """A server whose model thinks, then calls a function."""
-    served = Served(InProcessEngine(lambda request: tokens_of(CALLS)), byte_tokenizer(HERMES), {})
-    yield served
-    served.stop()
 
 
 def client(served: Served) -> anthropic.Anthropic:

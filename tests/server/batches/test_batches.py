@@ -7,7 +7,6 @@ import json
 import sqlite3
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,13 +30,6 @@ def lines(count: int, url: str = URL, **body: Any) -> bytes:
         for i in range(count)
     ]
     return b"\n".join(json.dumps(row).encode() for row in rows)
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[Served]:
-    served = Served(InProcessEngine(), byte_tokenizer(), {})
-    yield served
-    served.stop()
 
 
 def client(served: Served) -> openai.OpenAI:

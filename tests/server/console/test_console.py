@@ -29,13 +29,6 @@ KEY = {"Authorization": "Bearer secret"}
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[Served]:
-    served = Served(InProcessEngine(), byte_tokenizer(), {})
-    yield served
-    served.stop()
-
-
-@pytest.fixture(scope="module")
 def locked() -> Iterator[Served]:
     served = Served(InProcessEngine(), byte_tokenizer(), {"api_key": "secret"})
     yield served

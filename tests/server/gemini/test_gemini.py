@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from octavo.errors import RequestFailed
 from octavo_server.dialects.gemini.body import json_schema
-from tests.server.anthropic.test_messages import CALLS, HERMES, tokens_of
-from tests.server.conftest import AppServer, Served
+from tests.server.conftest import CALLS, AppServer, Served, tokens_of
 from tests.server.in_process import ANSWER, InProcessEngine, byte_tokenizer
 from tests.server.proxy.proxied import Proxy, Raw
 from tests.server.writing_engine import writing_engine
@@ -21,21 +20,6 @@ PROMPT = "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
 ADD: Any = {"name": "add", "description": "Add.", "parameters": {"type": "OBJECT", "properties": {}}}
 THINKING = {"thinkingConfig": {"includeThoughts": True}}
 BROKEN = RequestFailed("The engine broke.")
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[Served]:
-    served = Served(InProcessEngine(), byte_tokenizer(), {})
-    yield served
-    served.stop()
-
-
-@pytest.fixture(scope="module")
-def caller() -> Iterator[Served]:
-    """A server whose model thinks, then calls a function."""
-    served = Served(InProcessEngine(lambda request: tokens_of(CALLS)), byte_tokenizer(HERMES), {})
-    yield served
-    served.stop()
 
 
 def post(served: AppServer, method: str = "generateContent", **body: Any) -> Any:

@@ -3,21 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from octavo_server.dialects.openai.answer_parts import TokenNames
 from tests.server.conftest import Served
-from tests.server.in_process import ANSWER, IM_END, InProcessEngine, byte_tokenizer
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[Served]:
-    served = Served(InProcessEngine(), byte_tokenizer(), {})
-    yield served
-    served.stop()
+from tests.server.in_process import ANSWER, IM_END, InProcessEngine
 
 
 def generate(served: Served, **body: Any) -> Any:

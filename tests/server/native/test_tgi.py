@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import httpx
@@ -11,14 +10,7 @@ import pytest
 from huggingface_hub import InferenceClient
 
 from tests.server.conftest import Served
-from tests.server.in_process import ANSWER, InProcessEngine, byte_tokenizer
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[Served]:
-    served = Served(InProcessEngine(), byte_tokenizer(), {})
-    yield served
-    served.stop()
+from tests.server.in_process import ANSWER
 
 
 @pytest.fixture(scope="module")

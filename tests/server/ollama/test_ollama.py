@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from threading import get_ident
 from typing import Any
 
@@ -11,7 +10,6 @@ import ollama
 import pytest
 
 from octavo_server.dialects.openai.answer_parts import TokenNames
-from tests.server.anthropic.test_messages import CALLS, HERMES, tokens_of
 from tests.server.conftest import Served
 from tests.server.in_process import ANSWER, InProcessEngine, byte_tokenizer
 
@@ -19,21 +17,6 @@ MESSAGES = [{"role": "user", "content": "Hi"}]
 PROMPT = "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
 TOOL = {"type": "function", "function": {"name": "add", "description": "Add.", "parameters": {"type": "object"}}}
 DURATIONS = ("total_duration", "load_duration", "prompt_eval_duration", "eval_duration")
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[Served]:
-    served = Served(InProcessEngine(), byte_tokenizer(), {})
-    yield served
-    served.stop()
-
-
-@pytest.fixture(scope="module")
-def caller() -> Iterator[Served]:
-    """A server whose model thinks, then calls a function."""
-    served = Served(InProcessEngine(lambda request: tokens_of(CALLS)), byte_tokenizer(HERMES), {})
-    yield served
-    served.stop()
 
 
 def client(served: Served) -> ollama.Client:

@@ -11,7 +11,7 @@ import openai
 import pytest
 
 from tests.server.conftest import Served
-from tests.server.in_process import ANSWER, InProcessEngine, byte_tokenizer
+from tests.server.in_process import ANSWER, InProcessEngine
 
 MESSAGES: Any = [{"role": "user", "content": "Hi"}]
 
@@ -28,13 +28,6 @@ def options(served: Served) -> dict[str, Any]:
         "max_retries": 0,
         "_strict_response_validation": True,
     }
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[Served]:
-    served = Served(InProcessEngine(), byte_tokenizer(), {})
-    yield served
-    served.stop()
 
 
 @pytest.fixture

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +14,6 @@ from octavo_server.durable.stored_state import check
 from tests.server.conftest import Served, execute
 from tests.server.in_process import ANSWER, IM_END, InProcessEngine, byte_tokenizer
 from tests.server.responses.test_responses import CALLS, HERMES, TOOLS, client, post, prompt, until_done
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[Served]:
-    served = Served(InProcessEngine(), byte_tokenizer(), {})
-    yield served
-    served.stop()
 
 
 def message(text: str, role: Any = "user") -> Any:

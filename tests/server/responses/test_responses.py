@@ -30,13 +30,6 @@ CALLS = '<think>Two and two.</think>I add.\n<tool_call>\n{"name": "add", "argume
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[Served]:
-    served = Served(InProcessEngine(), byte_tokenizer(), {})
-    yield served
-    served.stop()
-
-
-@pytest.fixture(scope="module")
 def caller() -> Iterator[Served]:
     """A server whose model thinks, then calls a function."""
     served = Served(InProcessEngine(lambda request: [*CALLS.encode(), IM_END]), byte_tokenizer(HERMES), {})
