@@ -152,6 +152,18 @@ class Convolution:
         return functional.gelu(made).transpose(1, 2)
 
 
+class Stem:
+    """The two convolutions of Whisper's encoder, of which the second has one row for two frames."""
+
+    def __init__(self, config: AudioConfig, weights: WeightLoader) -> None:
+        D = config.width
+        self.first = Convolution(weights, "audio_tower.conv1", (D, config.num_bins), 1)
+        self.second = Convolution(weights, "audio_tower.conv2", (D, D), 2)
+
+    def __call__(self, mel_BTM: Tensor) -> Tensor:
+        return self.second(self.first(mel_BTM))
+
+
 def in_pairs(x_ND: Tensor) -> Tensor:
     """The means of each two rows; of an odd number the last is left out."""
     return x_ND[: len(x_ND) // 2 * 2].view(-1, 2, x_ND.shape[1]).mean(1)

@@ -18,7 +18,7 @@ from octavo.models.audio.encoder import (
     HOP,
     RATE,
     AudioConfig,
-    Convolution,
+    Stem,
     WhisperLayer,
     in_pairs,
     log_mel,
@@ -62,10 +62,7 @@ class Qwen25AudioTower:
 
     def __init__(self, config: ChunkedConfig, weights: WeightLoader) -> None:
         self.config, D, name = config, config.width, "audio_tower"
-        self.convolutions = [
-            Convolution(weights, f"{name}.conv1", (D, config.num_bins), 1),
-            Convolution(weights, f"{name}.conv2", (D, D), 2),
-        ]
+        self.stem = Stem(config, weights)
         self.layers = [WhisperLayer(config, weights, f"{name}.layers.{i}", False) for i in range(config.depth)]
         self.norm = LayerNorm(weights, f"{name}.ln_post", D, 1e-5)
         self.map = Affine(weights, f"{name}.proj", (config.output_size, D))
@@ -81,10 +78,9 @@ class Qwen25AudioTower:
             x_ND = layer(x_ND, ends)
         return self.map(self.norm(in_pairs(x_ND)))
 
-    def _convolved(self, x_BTM: Tensor) -> Tensor:
-        for convolution in self.convolutions:
-            x_BTM = convolution(x_BTM)
-        return x_BTM + sinusoids(x_BTM.shape[1], x_BTM.shape[2], x_BTM.device).to(x_BTM.dtype)
+    def _convolved(self, mel_BTM: Tensor) -> Tensor:
+        x_BND = self.stem(mel_BTM)
+        return x_BND + sinusoids(x_BND.shape[1], x_BND.shape[2], x_BND.device).to(x_BND.dtype)
 
 
 @dataclass(frozen=True, kw_only=True)

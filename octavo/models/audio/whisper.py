@@ -13,7 +13,7 @@ from torch import Tensor
 from octavo.models.audio.encoder import (
     HOP,
     AudioConfig,
-    Convolution,
+    Stem,
     WhisperLayer,
     in_pairs,
     log_mel,
@@ -41,20 +41,14 @@ class WhisperEncoder:
 
     def __init__(self, config: WhisperConfig, weights: WeightLoader) -> None:
         self.config, D, name = config, config.width, "audio_tower"
-        self.convolutions = [
-            Convolution(weights, f"{name}.conv1", (D, config.num_bins), 1),
-            Convolution(weights, f"{name}.conv2", (D, D), 2),
-        ]
+        self.stem = Stem(config, weights)
         self.places = weights.dense(f"{name}.embed_positions.weight", config.most_rows, D)
         self.layers = [WhisperLayer(config, weights, f"{name}.layers.{i}", False) for i in range(config.depth)]
         self.norm = LayerNorm(weights, f"{name}.layer_norm", D, 1e-5)
 
     def __call__(self, mel_BTM: Tensor, num_rows: int) -> Tensor:
         """The first rows of each window of a spectrogram, which attend to each other: [B * N, D]."""
-        x_BTD = mel_BTM
-        for convolution in self.convolutions:
-            x_BTD = convolution(x_BTD)
-        x_ND = (x_BTD[:, :num_rows] + self.places[:num_rows]).flatten(0, 1)
+        x_ND = (self.stem(mel_BTM)[:, :num_rows] + self.places[:num_rows]).flatten(0, 1)
         ends = tuple(range(num_rows, len(x_ND) + 1, num_rows)) if len(mel_BTM) > 1 else ()
         for layer in self.layers:
             x_ND = layer(x_ND, ends)
