@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import re
+from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Sequence
 
 from octavo.config import ModelSettings
 from octavo.errors import InvalidParameter
-from octavo.images.kept_images import KeptImages, num_bytes_of
 from octavo.images.media_sources import (
     MediaHosts,
     Part,
@@ -20,7 +21,7 @@ from octavo.images.media_sources import (
     video_sources,
 )
 from octavo.images.preparer import ImagePreparer, PreparedMedia, from_data_url, placed, preparer_of
-from octavo.images.processors import PreparedImage
+from octavo.images.processors import PreparedClip, PreparedImage
 from octavo.server_settings import ServerSettings
 from octavo.text.conversation import ChatPrompt, ImageText
 from octavo.types import ImageInput
@@ -28,6 +29,8 @@ from octavo_server.tenants.turn_queue import Places
 
 MOST_PREPARED_BYTES = 48 << 20
 """Of the resized images of a request, which go to the engine process in one message."""
+MOST_KEPT_BYTES = 128 << 20
+"""Of resized images and audio that are kept, as a conversation brings its own again with each message."""
 MARKDOWN_IMAGE = re.compile(r"!\[(?:(?!!\[)[^\]\n])*+\]\(([^()\s]++)\)")
 """How Text Generation Inference writes an image in a prompt. No part of a text is read again: it may be long."""
 
@@ -45,6 +48,48 @@ class MarkedText:
 
     def __call__(self) -> ChatPrompt:
         return ChatPrompt(self._text, self._text, images=tuple(range(len(self.images))))
+
+
+class KeptImages:
+    """The images and audio that were prepared last, by who sent them: how soon an answer comes tells nobody what others
+    sent."""
+
+    def __init__(self, most_bytes: int = MOST_KEPT_BYTES) -> None:
+        self._most, self._num_bytes = most_bytes, 0
+        self._images: OrderedDict[tuple[str, str, bytes], PreparedMedia] = OrderedDict()
+
+    async def prepared(
+        self,
+        owner: str,
+        source: Source,
+        read: Callable[[], Awaitable[bytes]],
+        prepare: Callable[[bytes], PreparedMedia],
+    ) -> PreparedMedia:
+        """The image or audio of a source, prepared unless it is kept; ``read`` gives its bytes. A data: URL that is
+        known is not decoded. Raises as ``read`` and ``prepare``, which is called in a thread, do."""
+        given = source.value if source.kind == "data" else await read()
+        digest = await asyncio.to_thread(_digest, given)
+        key = owner, source.detail, digest
+        if key in self._images:
+            self._images.move_to_end(key)
+            return self._images[key]
+        data = await read() if isinstance(given, str) else given
+        image = await asyncio.to_thread(prepare, data)
+        if key not in self._images:  # else it came twice at once
+            self._images[key] = image
+            self._num_bytes += num_bytes_of(image)
+            while self._num_bytes > self._most:
+                self._num_bytes -= num_bytes_of(self._images.popitem(last=False)[1])
+        return image
+
+
+def num_bytes_of(media: PreparedMedia) -> int:
+    """The bytes of an image, or of all that a video or audio has."""
+    return sum(len(image.pixels) for image in (media.images if isinstance(media, PreparedClip) else [media]))
+
+
+def _digest(content: str | bytes) -> bytes:
+    return hashlib.sha256(content.encode() if isinstance(content, str) else content).digest()
 
 
 class ImageFiles:

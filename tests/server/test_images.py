@@ -23,14 +23,13 @@ from PIL import Image
 
 from octavo.config import ModelSettings
 from octavo.errors import InvalidParameter
-from octavo.images.kept_images import KeptImages
 from octavo.images.media_sources import Source, is_public, source_of
 from octavo.images.processors import PreparedImage
 from octavo.sampling_params import SamplingParams
 from octavo.server_settings import ServerSettings
 from octavo.types import EngineInfo, ImageInput, Request
 from octavo_server.engines.sent_pixels import KeptPixels
-from octavo_server.image_files import ImageFiles
+from octavo_server.image_files import ImageFiles, KeptImages
 from tests.server.conftest import Served
 from tests.server.in_process import InProcessEngine, byte_tokenizer
 
