@@ -74,7 +74,8 @@ LEAST_SHARE_BYTES = 2 << 20
 BATCH_BYTES = 32 << 20
 """Of contents that are fetched together; one that is larger is alone."""
 LEAST_RATE = 1 << 20
-"""Bytes per second, beside ``kv_transfer_timeout``, that contents must come at: else they are computed sooner."""
+"""Least bytes per second of a transfer, which may take ``kv_transfer_timeout`` besides; a slower one is given up, and
+the prompt is computed here."""
 REST_SECONDS = 5.0
 """For which a server that failed is not asked again."""
 

@@ -258,8 +258,8 @@ class Offload:
     def _submit(
         self, threads: ThreadPoolExecutor | Fetcher, work: Callable[P, None], *args: P.args, **kwargs: P.kwargs
     ) -> Future[None]:
-        """Have ``work`` done in a thread. What it raises is logged, once of each kind: nobody else looks at it, as what
-        a tier does not bring is computed."""
+        """Have ``work`` done in a thread. Exceptions are logged here, one of each kind, as nobody waits for a result:
+        blocks that a tier does not bring are computed again."""
         done = threads.submit(work, *args, **kwargs)
         done.add_done_callback(lambda done: self._note_failure(work.__name__, done))
         return done

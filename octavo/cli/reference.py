@@ -86,7 +86,7 @@ def _allowed(item: Setting) -> str:
 
 
 def _number(bound: float) -> str:
-    """Whole numbers with all digits."""
+    """The bound of a setting; an integer is written out, not as a power of ten."""
     return str(bound) if isinstance(bound, int) else f"{bound:.12g}"
 
 
