@@ -6,6 +6,7 @@ import json
 import logging
 import re
 import sys
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -46,12 +47,20 @@ def records() -> Iterator[list[logging.LogRecord]]:
     access_logger.setLevel(logging.NOTSET)
 
 
+def noted(records: list[logging.LogRecord], count: int) -> list[logging.LogRecord]:
+    """The lines, once there are so many: they are written behind the responses."""
+    end = time.monotonic() + 30
+    while len(records) < count and time.monotonic() < end:
+        time.sleep(0.01)
+    return records
+
+
 def test_each_request_is_a_line(serve_app: Any, records: list[logging.LogRecord]) -> None:
     served = serve_app()
     served.complete(stream=True)
     served.client.get("/no%0Apage?key=secret", headers={"x-request-id": "mine"})
     served.client.get("/health")
-    streamed, missing, probe = records
+    streamed, missing, probe = noted(records, 3)
     assert re.fullmatch(r"\S+ POST /v1/completions 200 0\.\d{3} s [0-9a-f]{32}", streamed.getMessage())
     assert re.fullmatch(r"\S+ GET /no\?page 404 0\.\d{3} s mine", missing.getMessage())
     assert [record.levelname for record in records] == ["INFO", "INFO", "DEBUG"]
@@ -66,14 +75,14 @@ def test_the_access_log_can_be_switched_off(serve_app: Any, records: list[loggin
 def test_a_refused_key_is_logged_and_not_shown(serve_app: Any, records: list[logging.LogRecord]) -> None:
     served = serve_app(api_key="right")
     served.client.post("/v1/completions", json={"prompt": [1]}, headers={"authorization": "Bearer wrong"})
-    (record,) = records
+    (record,) = noted(records, 1)
     assert " 401 " in record.getMessage()
     assert "wrong" not in JSONFormatter().format(record)
 
 
 def test_json_lines_have_the_fields_of_a_record(serve_app: Any, records: list[logging.LogRecord]) -> None:
     serve_app().client.get("/v1/models", headers={"x-request-id": "7"})
-    entry = json.loads(JSONFormatter().format(records[0]))
+    entry = json.loads(JSONFormatter().format(noted(records, 1)[0]))
     assert entry["level"] == "info"
     assert entry["logger"] == "octavo.access"
     assert (entry["method"], entry["path"], entry["status"]) == ("GET", "/v1/models", 200)

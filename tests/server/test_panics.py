@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -70,13 +71,19 @@ def status(request: Any, monkeypatch: pytest.MonkeyPatch) -> int:
 def test_the_request_ends_as_any_other_and_is_logged(
     serve_app: Callable[..., Served], path: str, body: Any, status: int, caplog: pytest.LogCaptureFixture
 ) -> None:
+    def is_noted() -> bool:
+        return any(record.name.endswith("access") and str(status) in record.getMessage() for record in caplog.records)
+
     served = serve_app()
     with caplog.at_level("INFO"):
         answer = served.client.post(path, json={"model": "test", **body})
+        end = time.monotonic() + 30
+        while not is_noted() and time.monotonic() < end:  # behind the response
+            time.sleep(0.01)
+    assert is_noted()
     assert answer.status_code == status, answer.text
     assert len(answer.headers["x-request-id"]) == 32
     assert answer.json()["error"]
-    assert any(record.name.endswith("access") and str(status) in record.getMessage() for record in caplog.records)
     assert served.complete(prompt="x" * 9).status_code == 200
 
 
